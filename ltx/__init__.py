@@ -23,19 +23,18 @@ try:
     from ltx.core import training as _training
     from ltx.core import transforms as _transforms
     from ltx.core.base import tree as tree
+    from ltx.core.base.handed_in import HandedIn as _HandedIn
 
     # --- collectives
     from ltx.core.collectives import *
 
     # --- communication and axes
-    from ltx.core.comm import HandedIn as _OfAxes
-    from ltx.core.comm import axis_from_group
-    from ltx.core.comm.transport import Transports
+    from ltx.core.comm.registry import axis_from_group
     from ltx.core.ranks.axis import Axis
     from ltx.core.ranks.simulated import vmap
 
     # --- strategies, world, running
-    from ltx.core.transforms.strategy import HandedIn, Strategy
+    from ltx.core.transforms.strategy import Strategy
     from ltx.core.world.failures import hide_ours
     from ltx.core.world.init import init, to_device
     from ltx.core.world.world import World, shutdown, world
@@ -45,8 +44,8 @@ try:
     from ltx.shared_memory.transport import open_transport
     from ltx.strategies import DDPStrategy
 
-    HandedIn.strategy, HandedIn.hooks = DDPStrategy(), hooks
-    _OfAxes.peers, _OfAxes.meeting, Transports.open = _Negotiation, _Meeting, open_transport
+    _HandedIn.hooks, _HandedIn.strategy = hooks, DDPStrategy()
+    _HandedIn.meeting, _HandedIn.peers, _HandedIn.transport = _Meeting, _Negotiation, open_transport
 
     # --- training
     from ltx.core.training import *

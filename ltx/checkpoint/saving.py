@@ -20,7 +20,7 @@ from ltx.checkpoint.storage import Piece, check_plain, check_state, digest, enco
 from ltx.checkpoint.together import Together
 from ltx.core import comm
 from ltx.core.base.arguments import checked, seconds, shown, whole
-from ltx.core.comm import HostCopy
+from ltx.core.comm.backends import HostCopy
 from ltx.core.training.train_state import TrainState, random_states, updates_of
 from ltx.errors import CheckpointError, InputError
 
@@ -264,7 +264,7 @@ class Saving:
         self._saved: Future[Path] = Future()
         self._thread = threading.Thread(target=self._run, args=(job, copies), name="ltx-checkpoint")
         if job.together.comm is not None:
-            job.together.comm.store_exchange.hold(self._thread)
+            job.together.comm.peers.store_exchange.hold(self._thread)
         self._thread.start()
 
     def _run(self, job: Job, copies: Sequence[HostCopy]) -> None:

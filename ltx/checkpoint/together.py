@@ -18,10 +18,9 @@ from ltx import errors
 from ltx.checkpoint.directory import EXCHANGE
 from ltx.core import comm
 from ltx.core.base.errors import message_of
-from ltx.core.comm.signature import Post
 from ltx.core.comm.store_exchange import SAVE_NOW
 from ltx.core.ranks.axis import Axis
-from ltx.errors import CheckpointError, LtxError, StoreGoneError, UnsupportedError
+from ltx.errors import CheckpointError, LtxError, StoreGoneError, UnsupportedError, WorldError
 
 T = TypeVar("T")
 
@@ -90,12 +89,12 @@ class Together:
             )
         self.operation, self._signature = operation, comm.Signature(operation, ())
         self.comm: comm.AxisComm | None = found.comm
-        if self.comm is not None:
-            self.comm.check_not_forked()  # a fork mustn't tell peers anything in the rank's name
+        if self.comm is not None and isinstance(self.comm.user.failed, WorldError):
+            raise self.comm.user.failed  # this is a fork, which mustn't tell peers anything in the rank's name
         self.size = found.size
         self.rank = 0 if self.comm is None else self.comm.rank
         self._folder = folder
-        self._exchange: comm.StoreExchange | None = None if self.comm is None else self.comm.store_exchange
+        self._exchange: comm.StoreExchange | None = None if self.comm is None else self.comm.peers.store_exchange
         self._places = "" if self._exchange is None else self._exchange.new_place()
         self._at = 0  # the last place at which this rank has announced something
 
@@ -130,7 +129,7 @@ class Together:
     def _use_file(self, gone: StoreGoneError) -> None:
         """Exchange values through a file from now on, if there is a `folder`."""
         assert self.comm is not None
-        if self._folder is None or self._exchange is not self.comm.store_exchange:
+        if self._folder is None or self._exchange is not self.comm.peers.store_exchange:
             raise gone
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -139,8 +138,8 @@ class Together:
                 f"{self.operation}: the ranks' store is gone, and they can't use {self._folder} instead: "
                 f"{said_of(error)[1]}"
             ) from error
-        name = hashlib.sha1(f"{self.comm.label} of {self.comm.peers.world}".encode()).hexdigest()[:12]
-        self._exchange = self.comm.store_exchange.in_file(self._folder / f"{EXCHANGE}{name}")
+        name = hashlib.sha1(f"{self.comm.peers.label} of {self.comm.peers.world}".encode()).hexdigest()[:12]
+        self._exchange = self.comm.peers.store_exchange.in_file(self._folder / f"{EXCHANGE}{name}")
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
@@ -164,17 +163,17 @@ class Together:
             except StoreGoneError as gone:
                 self._use_file(gone)
             for at in range(self._at + 1, max(self._at + 1, _HEARD) + 1):
-                if at == 1 and self._exchange is self.comm.store_exchange:
-                    self.comm.peers.announce(f"{self._places}/1", Post(self._signature, post))
+                if at == 1 and self._exchange is self.comm.peers.store_exchange:
+                    self.comm.peers.exchange_values(self._signature, post, f"{self._places}/1", wait=False)
                 else:
                     self._exchange.announce(f"{self._places}/{at}", post)
-        if self._exchange is not self.comm.store_exchange:  # a file stays readable after this rank ends
+        if self._exchange is not self.comm.peers.store_exchange:  # a file stays readable after this rank ends
             self.let_go()
 
     def let_go(self) -> None:
         """Close the exchange. The last rank to close a file removes it."""
         exchange, self._exchange = self._exchange, None
-        if exchange is not None and self.comm is not None and exchange is not self.comm.store_exchange:
+        if exchange is not None and self.comm is not None and exchange is not self.comm.peers.store_exchange:
             exchange.close()  # close it now, since an exception's frames may keep it alive
 
     def conclude(self, make: Callable[[], T], decide: Callable[[list[T]], None], failed: str, after: str = "") -> None:

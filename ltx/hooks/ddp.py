@@ -126,7 +126,7 @@ class FromTorch(CommHook):
     def reduce(self, inputs: BucketInput) -> Reduction:
         axis_comm = self._comm(inputs)
         label = f"{self!r} of bucket {inputs.bucket.index}"
-        axis_comm.peers.tally.sent += 1
+        axis_comm.peers.own.sent += 1
         bucket = LookAlike(inputs, self)
         try:
             future = self.hook(self.state, bucket)

@@ -85,7 +85,7 @@ class Checks:
         except BaseException as error:
             if isinstance(error, CollectiveTimeoutError):
                 text = f"{error} This is {post.call}."
-                for rank in axis_comm.store_exchange.absent(place):
+                for rank in axis_comm.peers.store_exchange.absent(place):
                     last = _peers_of(axis_comm).peek(before, rank)
                     text += f" Rank {rank} was last at {last.call}." if last else f" Rank {rank} hasn't entered."
                 error.args = (text,)
@@ -94,7 +94,7 @@ class Checks:
                 with suppress(LtxError, dist.DistError):
                     _peers_of(axis_comm).withdraw(place, post, f"nothing: {brief(error, _SAID)}")
             raise
-        axis_comm.store_exchange.forget(before, [axis_comm.rank])
+        axis_comm.peers.store_exchange.forget(before, [axis_comm.rank])
         return posts
 
     def abort(self, error: BaseException) -> None:

@@ -44,16 +44,12 @@ class Meeting(Watched):
         self._store = TimeoutStore(store, self.watcher.store_caller)
         self.exchange = StoreExchange(self._store, world.rank, world.size, timeout_s, list)
 
-    def hold(self, store: Store | None) -> None:
-        """This process holds the second `store`, if it is given."""
-        self.watcher.held = store
+    def connected(self, held: Store | None, second: tuple[int, Callable[[], Store]] | None) -> None:
+        """The ranks have met: from now on a store that doesn't answer counts as lost.
 
-    def connect_later(self, holder: int, connect: Callable[[], Store]) -> None:
-        """Where the second store is, which rank `holder` holds, should the first one end."""
-        self.watcher.second = holder, connect
-
-    def expect_answers(self) -> None:
-        """The ranks are connected: from now on a store that doesn't answer counts as lost."""
+        `held`: a second store, if this process holds it. `second`: the rank that holds it, and how to connect to it.
+        """
+        self.watcher.held, self.watcher.second = held, second
         self.watcher.expect_answers()
 
     def watch(self, store: Store) -> None:

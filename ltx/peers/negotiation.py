@@ -10,185 +10,34 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
-
 from ltx.core.base.callers import called, caller
-from ltx.core.base.errors import (
-    DeadlockDetectedError,
-    LtxError,
-    PeerLostError,
-    RankMismatchError,
-    ReplicaDivergedError,
-    StoreGoneError,
-)
-from ltx.core.base.private import PrefixStore, Store
+from ltx.core.base.errors import PeerLostError, RankMismatchError, StoreGoneError
 from ltx.core.comm.axis_comm import AxisComm
-from ltx.core.comm.backends import look_out
 from ltx.core.comm.channel import Channel
-from ltx.core.comm.peers import BUCKETS, PATIENCE_S, Peers, under_way
+from ltx.core.comm.peers import BUCKETS, PATIENCE_S, under_way
 from ltx.core.comm.signature import Post, Signature, explain_mismatch, list_calls
-from ltx.core.comm.store_exchange import EXCHANGES, TimeoutStore
-from ltx.peers.diagnosis import CHECKS, OPENED, Record, Status, Waiter, describe_lost, diagnose, silent_of
-from ltx.peers.watcher import hold_watcher, release_watcher
+from ltx.core.comm.store_exchange import EXCHANGES
+from ltx.peers.diagnosis import CHECKS
+from ltx.peers.members import Members, in_wait_for
 
 # Calls are numbered through all sessions of debug_checks; each session gets a range of this size.
 _CALLS = 1 << 32
 
 
-@contextmanager
-def _in_wait_for(what: str) -> Iterator[None]:
-    """A context in which an error that ends a wait names what the wait was for."""
-    try:
-        yield
-    except (PeerLostError, DeadlockDetectedError, ReplicaDivergedError) as error:
-        error.args = (f"{error} It waited for {what}.",)
-        raise
-
-
-class Negotiation(Peers):
+class Negotiation(Members):
     """The other ranks of an axis: whether they live, and whether they agree."""
 
-    axis: AxisComm
-
     def __init__(self, axis: AxisComm, name: str | None, heartbeat_s: float):
-        self._rank, self._size = axis.rank, axis.size
-        self.watcher = hold_watcher(c10d._get_default_store(), dist.get_rank(), heartbeat_s)
-        self.world, self.tally, self.deadlocks = self.watcher.world, self.watcher.tally, self.watcher.deadlocks
-        self._stores: list[TimeoutStore] = []
         super().__init__(axis, name, heartbeat_s)
-        self._store = self.store_exchange
         self._answered: set[str] = set()
-        self._at = ""  # the place at which this rank has waited long enough to tell its peers
-        self._ended = False
         # the wait and the records of the last search
         self._looked: tuple[object, ...] = ()
-        self._gone = ""  # what :meth:`missing_peers` has found
         self._posted: deque[str] = deque()  # the places where the store still holds values of this rank, oldest first
-
-    def connected(self) -> Any:
-        return self._asked(self.watcher.store)
-
-    def part_of(self, prefix: str) -> Any:
-        return self._asked(PrefixStore(prefix, self.watcher.store))
-
-    def _asked(self, store: Store) -> TimeoutStore:
-        self._stores.append(TimeoutStore(store, self.watcher.store_caller))
-        return self._stores[-1]
-
-    def meet(self) -> None:
-        """Wait in the store until all ranks have come to open the axis.
-
-        torch makes groups in C++. A rank whose peers don't come waits there for as long as the axis' timeout, and
-        neither Ctrl-C nor the end of a peer interrupts that wait.
-        """
-        self.watcher.axes[self.label] = self
-        counts = self.deadlocks.counts
-        counts[self.label] = lambda: {f"{self.label}/{OPENED}": (1, ())}
-        what = f"opening axis {self.axis.name!r}"
-        try:
-            self._store.announce(OPENED, None)
-            self._store.collect(
-                OPENED,
-                what,
-                while_waiting=partial(self._check_opening, what, time.monotonic()),
-                to="open it too",
-                fix=f" All of its ranks, {self.global_ranks} of the world, open it together: by the first collective "
-                "on a process group or DeviceMesh, or by ltx.axis_from_group.",
-            )
-        except BaseException:
-            # Undo the count, so that the next attempt gets the same number; a peer that comes meanwhile mustn't think
-            # that this rank still waits.
-            del counts[self.label], self.watcher.axes[self.label]
-            with suppress(PeerLostError):
-                self._store.forget(OPENED, [self._rank])
-                self.connected().add(self.count, -1)
-            release_watcher(self.watcher)
-            raise
-        finally:
-            self.deadlocks.done()
-
-    def _check_opening(self, what: str, began: float) -> None:
-        look_out()
-        self.check_peers(what, in_pass=False, now=bool(self.lost()))
-        self.refuse_lost(OPENED, what)
-        if time.monotonic() - began > PATIENCE_S:
-            text = f"{what} ({os.path.basename(caller())})"
-            self.deadlocks.check(f"{self.label}/{OPENED}", 1, self.global_ranks, lambda: text)
-
-    def opened(self) -> None:
-        self.deadlocks.counts[self.label] = self.counts
-
-    def end(self) -> None:
-        """Tell the peers that this rank has ended its part of the world in good order, unless it told of a failure."""
-        if self.axis.passes.failed is None and not self._gone:
-            self._ended = True
-            self.watcher.tell(wait=True)
-
-    def close(self) -> None:
-        self.watcher.leave(self)
-        self.deadlocks.counts.pop(self.label, None)
-        release_watcher(self.watcher)
-        for store in self._stores:
-            store.close()
-
-    # --- for the watcher
-
-    @property
-    def global_ranks(self) -> list[int]:
-        return self.axis.global_ranks
-
-    def status(self) -> Status:
-        """This rank's status on this axis."""
-        passes, channels = self.axis.passes, self.axis.channels if self.axis.opened else []
-        issued = {channel.name: channel.begun for channel in channels}
-        return Status(self._at, passes.raised, passes.failed, self._ended, issued)
-
-    def look_after_device(self) -> None:
-        """Abort collectives for which the device (and so the host) waits in vain. The watcher calls it with each tick.
-
-        The wait that finds the abort says why. Without the store all that is known is that rank 0, which held it, is
-        gone.
-        """
-        group = self.axis.stream_group if self.axis.opened else None
-        if group is None or group.aborted:
-            return
-        if self.watcher.without_store:
-            in_vain = 0 in self.global_ranks and self.watcher.held_by_rank_0
-        else:
-            in_vain = self.diagnosed(in_pass=True, issue=group.issue) is not None
-        if (in_vain or group.failed) and group.outstanding:  # not earlier: another thread may be capturing a CUDA graph
-            group.abort()
-
-    @property
-    def axes(self) -> list[Any]:
-        return [each.axis for each in [*self.watcher.axes.values()] if isinstance(each, Negotiation)]
-
-    def tell(self, wait: bool = False) -> None:
-        self.watcher.tell(wait)
-
-    def wait_until_heard(self, dead: Iterable[int]) -> None:
-        self.watcher.wait_until_heard({*dead})
-
-    def refuse(self, why: str) -> None:
-        self.watcher.store_caller.refuse(why)
-
-    def have_failed(self) -> bool:
-        return bool(self.watcher.failed(now=True) or self.lost() or self.silent())
-
-    def processes(self) -> dict[int, list[str]]:
-        return {rank: record.process for rank, record in self.watcher.records.items()}
-
-    def done(self) -> None:
-        self.deadlocks.done()
-
-    # --- calls
 
     def exchange(self, place: str, post: Post) -> list[Post]:
         """Every rank's post at `place`, once all have posted.
@@ -227,12 +76,15 @@ class Negotiation(Peers):
         """A post that says how many of the user's collectives this rank has issued."""
         return Post(signature, offer, issued={self.axis.user.name: self.axis.user.issued})
 
-    def exchange_values(self, signature: Signature, value: Any, place: str | None = None) -> list[Any]:
-        """Every rank's `value`, which is JSON, through the store. No collective is issued. For the main thread.
-
-        If a peer waits in a collective instead, both ranks raise. `place`: one that :meth:`StoreExchange.new_place`
-        returned on all ranks, or a name below it; None for a new place.
+    def exchange_values(
+        self, signature: Signature, value: Any, place: str | None = None, wait: bool = True
+    ) -> list[Any]:
+        """No collective is issued; if a peer waits in one, both ranks raise. For the main thread. `place`: one that
+        :meth:`StoreExchange.new_place` returned on all ranks, or a name below it; None for a new place.
         """
+        if not wait:
+            self.announce(place or self._store.new_place(), Post(signature, value))
+            return []
         self.axis.check_usable()
         issued = {channel.name: channel.issued for channel in self.axis.channels}
         post = Post(signature, value, issued=issued)
@@ -269,86 +121,21 @@ class Negotiation(Peers):
         fields = self._store.peek(place, rank)
         return None if fields is None else Post.of(fields)
 
-    @property
-    def gone_on(self) -> str:
-        """What this rank has left by an exception before it went on, in words; "" if nothing."""
-        left = self.axis.passes.counted
-        return left and f"This rank has left {left}, and has gone on; ranks leave a step out together or not at all."
-
-    def begin(self) -> None:
-        """Clear the place where this rank failed, since it begins something new, and peers may find it there."""
-        self._wait_at("")
-
-    def _wait_at(self, place: str) -> None:
-        if place != self._at:
-            self._at = place
-            self.watcher.tell(wait=not place)
-
-    def records(self, now: bool = False) -> dict[int, Record]:
-        """The statuses of peers that have one, by their ranks on this axis; `now`: read the store again first."""
-        said = self.watcher.look_now() if now else self.watcher.look()
-        ranks = enumerate(self.global_ranks)
-        return {place: said[rank] for place, rank in ranks if rank in said and place != self._rank}
-
-    def silent(self) -> list[int]:
-        """The ranks of this axis that show no sign of life."""
-        found = silent_of(self.watcher.look())
-        return [place for place, rank in enumerate(self.global_ranks) if rank in found and place != self._rank]
-
-    def diagnosed(self, in_pass: bool, issue: tuple[str, int] | None = None) -> LtxError | None:
-        """The error if this rank waits in vain according to the ranks' records.
-
-        `in_pass`: whether the wait belongs to a pass, which a peer may leave. `issue`: as :attr:`Waiter.issue`.
-        """
-        ranks, heartbeat_s = self.global_ranks, self.watcher.heartbeat_s
-        if 0 in ranks and self.watcher.host_gone(for_s=heartbeat_s):  # the peer's earlier messages have arrived
-            return PeerLostError(
-                f"rank {self._rank}: rank {ranks.index(0)} on axis {self.axis.name!r} is gone, and with it the store "
-                "through which the ranks meet."
-            )
-        of_axis = self._rank, self.axis.name, self.label, ranks, heartbeat_s
-        call = self.axis.passes.present if in_pass else -1
-        return diagnose(self.watcher.records, Waiter(*of_axis, call, issue, self.watcher.call))
-
-    def check_peers(
-        self, what: str, in_pass: bool = True, issue: tuple[str, int] | None = None, now: bool = False
-    ) -> None:
-        """Raise the :meth:`diagnosed` error, or one if the store is silent. Called now and then in a wait for `what`.
-
-        `now`: read the peers' records again, since peers may have written before they ended.
-        """
-        with _in_wait_for(what):
-            if now:
-                self.watcher.look_now()
-            self.watcher.look()
-            if error := self.diagnosed(in_pass, issue):
-                raise error
-
     def _check_while_comparing(self, place: str, post: Post, began: float) -> None:
         """Raise if some peer won't come to `place`; called now and then while this rank waits there."""
         self._wait_at(place)
         what, in_pass = f"{post.signature.operation} on axis {self.axis.name!r}", self.axis.passes.inside
         in_pass |= place.startswith(BUCKETS)
         try:
-            self.check_peers(what, in_pass, now=bool(self.lost()))
+            self.check_peers(what, in_pass, now=bool(self.gone("dead")))
         except PeerLostError:
             if not self._store.has(place):
                 raise
-        with _in_wait_for(what):
+        with in_wait_for(what):
             self._refuse_elsewhere(place, post)
         self.refuse_lost(place, what)
         if time.monotonic() - began > PATIENCE_S:
             self._refuse_deadlock(place, post)
-
-    def counts(self) -> dict[str, tuple[int, Iterable[int]]]:
-        """The numbers of collectives that this rank has issued and compared, and the threads that did so."""
-        counts: dict[str, tuple[int, Iterable[int]]] = {CHECKS: (self.next_check, ()), OPENED: (1, ())}
-        counts[EXCHANGES] = self._store.begun, ()
-        for channel in self.axis.channels:
-            threads = set(channel.threads)
-            counts[channel.name] = (channel.begun, threads)
-            counts[f"{channel.name}/compared"] = (channel.compared, threads)
-        return {f"{self.label}/{key}": count for key, count in counts.items()}
 
     def _check_deadlock(self, key: str, number: int, what: str, of: str = "") -> None:
         def describe() -> str:
@@ -392,59 +179,6 @@ class Negotiation(Peers):
                 continue
             self._reply(there, rank, post)
 
-    def refuse_lost(self, place: str, what: str) -> None:
-        """Raise if a peer that `what` waits for has died or ended, unless it had come to `place` before that."""
-        lost = sorted({*self.lost(), *self.ended_peers()})
-        if lost and not self._store.has(place, lost):
-            raise PeerLostError(f"rank {self._rank}: {what} failed: {self.describe_lost(lost)}.")
-
-    def describe_lost(self, lost: list[int]) -> str:
-        """A text that says which ranks of `lost` are gone, and which have ended in good order before this one."""
-        return describe_lost(lost, self.ended_peers(now=True))
-
-    def lost(self) -> list[int]:
-        """The peers on this machine whose processes are known to have died, found without the store.
-
-        When rank 0 ends, its store ends too.
-        """
-        ranks = self.global_ranks
-        held = ranks.index(0) if 0 in ranks and self.watcher.host_gone() else self._rank
-        return sorted({*self.axis.lost(), held} - {self._rank})
-
-    def gone(self) -> list[int]:
-        """The peers whose processes are known to have ended, or whose heartbeats have stopped."""
-        return sorted({*self.lost(), *self.silent(), *self.ended_peers()})
-
-    def ended_peers(self, now: bool = False) -> list[int]:
-        return [rank for rank, record in self.records(now).items() if record.on(self.label).ended]
-
-    def stragglers(self, channel: Channel, number: int) -> str:
-        """A text that says which ranks haven't come to issue `number` of `channel`."""
-        said = {rank: record.on(self.label).issued for rank, record in self.records(now=True).items()}
-        late = {rank: issued.get(channel.name, number) for rank, issued in said.items()}
-        words = [f"rank {rank} is at issue {at} and never came to it" for rank, at in late.items() if at < number]
-        return "; ".join(words) or "a peer hasn't issued it"
-
-    def missing_peers(self) -> str:
-        """A text that names the peers that are gone after a connection broke. Takes a second, once."""
-        if self._gone:
-            return self._gone
-        peers = [rank for rank in range(self._size) if rank != self._rank]
-        gone = peers
-        if len(peers) > 1:
-            silent = self.watcher.without_beat([self.global_ranks[rank] for rank in peers])
-            # If the peer ended because it lost this peer too, it had been there.
-            ended = {rank: record.on(self.label) for rank, record in self.records().items() if not record.beat}
-            left = [rank for rank, at in ended.items() if not at.ended and (at.failed is None or at.failed.lost)]
-            gone = [rank for rank in peers if self.global_ranks[rank] in silent and rank not in left]
-        if not gone:
-            return "a connection broke, though all of them show signs of life"
-        which = "one of rank" if len(gone) == len(peers) > 1 else "rank"
-        self._gone = f"{which} {', '.join(map(str, gone))} is gone, or the link to it is down"
-        if {*gone} & {*self.ended_peers(now=True)}:
-            self._gone = self.describe_lost(gone)
-        return self._gone
-
     def _reply(self, place: str, rank: int, post: Post) -> None:
         """Tell `rank`, which waits at `place`, that this rank is at `post` instead. Both ranks raise."""
         theirs = self.peek(place, rank)
@@ -456,17 +190,14 @@ class Negotiation(Peers):
         self._refuse(dict(sorted({self._rank: post, rank: theirs}.items())))
 
     def waiting(self, channel: Channel, number: int, what: str, waited_s: float, now: bool = False) -> None:
-        """Check whether this rank would wait forever for `what`; answer peers that wait for it in the store.
-
-        It would wait forever for a peer that has aborted a backward pass, for a peer that compares a signature where
-        this rank has issued another, and for a peer that stands at a call of ltx.debug_checks() and hasn't issued the
-        collective. `now`: as in :meth:`check_peers`.
+        """Answer peers that wait for this rank in the store, too: one may compare a signature where this rank has
+        issued another, or stand at a call of ltx.debug_checks() and not have issued the collective.
         """
         issue = channel.name, number
         with suppress(StoreGoneError):  # pending collectives need no store; a lost peer breaks its connections
             waited_for = f"{what} (issue {number})"
             self.check_peers(waited_for, issue=issue, now=now)
-            with _in_wait_for(waited_for):
+            with in_wait_for(waited_for):
                 self._answer(self._who_waits(issue))
         if PATIENCE_S < waited_s < channel.timeout_s:
             self._check_deadlock(channel.name, number, what, "" if channel is self.axis.user else self.axis.under_way)
@@ -487,7 +218,9 @@ class Negotiation(Peers):
             if mine is None or self._store.has(place, [self._rank]):
                 continue  # this rank answered it when the signature was new here
             self.announce(place, self._post(mine.signature, mine.offer))
-            self._refuse({other: said for other in range(self._size) if (said := self.peek(place, other)) is not None})
+            self._refuse(
+                {other: said for other in range(self.axis.size) if (said := self.peek(place, other)) is not None}
+            )
 
     def _answer_check(self, place: str, rank: int) -> None:
         theirs = self.peek(place, rank)
@@ -515,8 +248,8 @@ class Negotiation(Peers):
         signatures = {rank: post.signature for rank, post in posts.items()}
         if len({*signatures.values()}) > 1:
             error = explain_mismatch(self.axis.name, signatures)
-            if self.gone_on:
-                error = RankMismatchError(f"{error} {self.gone_on}")
+            if left := self.why("refused"):
+                error = RankMismatchError(f"{error} {left}")
             if any(post.caller for post in posts.values()):
                 error = RankMismatchError(f"{error} The calls: {list_calls(posts)}.")
             for channel in self.axis.channels:  # ranks may have compared different signatures

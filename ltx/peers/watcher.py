@@ -38,7 +38,6 @@ import torch.distributed as dist
 from ltx.core.base import kernel
 from ltx.core.base.errors import LtxError, RankMismatchError
 from ltx.core.base.private import PrefixStore, Store
-from ltx.core.comm.peers import Tally
 from ltx.core.comm.signature import list_values
 from ltx.core.comm.store_exchange import ENDING_S, YIELD_S, StoreCaller, poll_until
 from ltx.peers.diagnosis import INIT, RECORDS, Node, Record, Status, ThreadWait, Told, Watched, silent_of, stuck
@@ -64,7 +63,6 @@ class Watcher:
     def __init__(self, store: Store, rank: int, heartbeat_s: float, answer_s: float = 0.0):
         self._rank = rank
         self.users = 1  # who has made it
-        self.tally = Tally()
         #: A peer without a beat for this long counts as lost; so does a silent store, unless `answer_s` is longer.
         self.heartbeat_s = heartbeat_s
         self.store = store
@@ -101,8 +99,6 @@ class Watcher:
         )
         self.store_caller.host = 0 if self.held_by_rank_0 else None
         self.call = 0  # the call of a Pool that this process is in
-        #: A name of this world, different from all others; the same on all ranks.
-        self.world = self._own.compare_set("world", "", os.urandom(8).hex()).decode()
         self._write()
         self._thread = threading.Thread(target=self._watch, name="ltx-watcher", daemon=True)
         self._thread.start()

@@ -52,7 +52,7 @@ import torch
 from ltx.core.base import kernel, private
 from ltx.core.base.errors import message_of
 from ltx.core.comm.operations import OPERATIONS
-from ltx.core.comm.transport import Transports, TransportWork
+from ltx.core.comm.transport import TransportWork, open_transports
 from ltx.shared_memory.chunks import CHUNK_BYTES, CUTS, NO_CHUNK, Chunk, Job, in_rank_order, part, sum_of
 
 SLOTS = 8  # for chunks
@@ -343,7 +343,7 @@ class SharedMemoryTransport:
         return lost
 
     def close(self) -> None:
-        Transports.opened[:] = [transport for transport in Transports.opened if transport is not self]
+        open_transports[:] = [transport for transport in open_transports if transport is not self]
         with self._turn:  # no phase is running
             self._emptied_at_close = self.emptied
             self._forget_queue()
@@ -390,7 +390,7 @@ def open_transport(rank: int, exchange: Callable[[str, Any], list[Any]]) -> Shar
                 segments = []
         if all(opened == len(entries) for opened in exchange("shared memory/open", len(segments))):
             transport = SharedMemoryTransport(rank, segments, locks, files)
-            Transports.opened.append(transport)
+            open_transports.append(transport)
     finally:
         if transport is None:
             close_files(locks, files)

@@ -186,8 +186,8 @@ MUTANTS = (
     ),
     Mutant(
         name="comm: a pass that was left isn't told",
-        where="AxisComm.fail",
-        old="self.passes.failed = failed",
+        where="Passes.fail",
+        old="self.failed = failed",
         new="",
         breaks="the peers of a rank that raises in its backward pass wait for the timeout",
         tests=("tests/internal/comm/test_passes.py",),

@@ -98,14 +98,14 @@ def test_an_abort_by_another_thread_ends_what_waits_for_a_peer(ranks: Callable[[
     def run() -> Any:
         axis_comm: Any = axes_in_scope()[0].comm
         assert ltx.psum(torch.ones(2)).tolist() == [2.0, 2.0]
-        said, outstanding = "", [axis_comm.device_outstanding]
+        said, outstanding = "", [axis_comm.user.stream_group.outstanding]
         if axis_comm.rank == 0:
             never = ltx.psum(torch.ones(2))
-            outstanding.append(axis_comm.device_outstanding)
+            outstanding.append(axis_comm.user.stream_group.outstanding)
             for _ in range(2):
-                threading.Timer(0.1, axis_comm.abort_device).start()
+                threading.Timer(0.1, axis_comm.user.stream_group.abort).start()
             never.tolist()
-            outstanding.append(axis_comm.device_outstanding)
+            outstanding.append(axis_comm.user.stream_group.outstanding)
             said = train_on.said(PeerLostError, axis_comm.read, never, "a sum")
         return outstanding, said
 
@@ -126,16 +126,16 @@ def test_ltx_tells_before_the_backend_s_watchdog(ranks: Callable[[int], Pool]) -
         said, fired, store = "", list[list[str]](), c10d._get_default_store()
         group = axis_comm.user.stream_group.group
         if axis_comm.rank == 0:
-            group._timeout_s -= axis_comm.timeout_s - 1.0  # both clocks are ahead by as much
+            group._timeout_s -= axis_comm.user.timeout_s - 1.0  # both clocks are ahead by as much
             axis_comm.user.timeout_s = 1.0
             pending = axis_comm.user.issue("psum", torch.ones(2), "psum")
             said = train_on.said(CollectiveTimeoutError, lambda: axis_comm.user.wait_for_host(pending.read(), "psum"))
             fired.append(list(log().fired))
             group._timeout_s = 1.0  # as if it were ltx's own
             fired.append(settles(lambda: list(log().fired), bool))
-            store.set(f"told/{axis_comm.label}", "")
+            store.set(f"told/{axis_comm.peers.label}", "")
         else:
-            store.wait([f"told/{axis_comm.label}"])
+            store.wait([f"told/{axis_comm.peers.label}"])
         return said, fired
 
     (said, fired), _ = ranks(2).run(on_streams, run)

@@ -1,7 +1,6 @@
 """All communication of ltx: every collective is issued through this package."""
 
 from ltx.core.comm.axis_comm import AxisComm as AxisComm
-from ltx.core.comm.backends import HostCopy as HostCopy
 from ltx.core.comm.backends import let_go as let_go
 from ltx.core.comm.backends import to_device as to_device
 from ltx.core.comm.channel import Channel as Channel
@@ -14,15 +13,10 @@ from ltx.core.comm.passes import BackwardPass as BackwardPass
 from ltx.core.comm.passes import Failed as Failed
 from ltx.core.comm.passes import nested_run as nested_run
 from ltx.core.comm.peers import DEFAULT_HEARTBEAT_S as DEFAULT_HEARTBEAT_S
-from ltx.core.comm.peers import HandedIn as HandedIn
-from ltx.core.comm.pickling import opened as opened
-from ltx.core.comm.pickling import sealed as sealed
 from ltx.core.comm.processes import key_of as key_of
 from ltx.core.comm.registry import InBackground as InBackground
 from ltx.core.comm.registry import InGroups as InGroups
 from ltx.core.comm.registry import all_peers as all_peers
-from ltx.core.comm.registry import axis_from_group as axis_from_group
-from ltx.core.comm.registry import close_axis as close_axis
 from ltx.core.comm.registry import communicators as communicators
 from ltx.core.comm.registry import end_world as end_world
 from ltx.core.comm.registry import has_failed as has_failed
@@ -31,9 +25,7 @@ from ltx.core.comm.registry import holders_of_groups as holders_of_groups
 from ltx.core.comm.registry import kinds_of as kinds_of
 from ltx.core.comm.registry import open_axes as open_axes
 from ltx.core.comm.registry import open_axis as open_axis
-from ltx.core.comm.registry import processes_of_peers as processes_of_peers
 from ltx.core.comm.registry import resolve as resolve
-from ltx.core.comm.registry import size_and_rank as size_and_rank
 from ltx.core.comm.signature import RAISED as RAISED
 from ltx.core.comm.signature import Agreement as Agreement
 from ltx.core.comm.signature import Signature as Signature

@@ -399,17 +399,6 @@ def set_up_watchdog() -> None:
         os.environ.setdefault(name, value)
 
 
-def drop_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
-    """Destroy groups that are no longer used.
-
-    A group ends with its last reference. It then waits for pending collectives, maybe forever, so a thread drops it.
-    """
-    dropped = list({id(group): group for group in groups if group is not None}.values())
-    for group in dropped:
-        dist.destroy_process_group(group)
-    Thread(target=dropped.clear, name="ltx-let-go", daemon=True).start()
-
-
 def let_go(held: list[Any]) -> None:
     """Drop the process groups of closed communicators and channels, and wait until the groups' threads end.
 

@@ -179,7 +179,7 @@ class Work:
             if lost:
                 raise PeerLostError(
                     f"rank {channel.rank}: {self._label} on axis {channel.axis_name!r} failed while waiting for its "
-                    f"peers: {channel.peers.describe_lost(lost)}."
+                    f"peers: {channel.peers.why('lost', lost)}."
                 )
         if self._event is not None:
             self._event.completed_s = work.completed_s
@@ -188,7 +188,7 @@ class Work:
             raise RankMismatchError(
                 f"rank {channel.rank}: {self._label} on axis {channel.axis_name!r}: a peer has issued another "
                 "collective here, or the same ones in another order. Nothing of it was used. "
-                f"{channel.peers.gone_on or WHICH_CALL}"
+                f"{channel.peers.why('refused') or WHICH_CALL}"
             )
         self.total, self.note = work.total, work.note
 
@@ -277,7 +277,7 @@ class Channel:
         # A peer that has aborted may have told the reason.
         self.peers.waiting(self, number, label, 0.0, now=True)
         raise PeerLostError(
-            f"rank {self.rank}: {label} on axis {self.axis_name!r} {failed}: {self.peers.missing_peers()}. ({error})"
+            f"rank {self.rank}: {label} on axis {self.axis_name!r} {failed}: {self.peers.why('broken')}. ({error})"
         ) from error
 
     def check_device(self, group: StreamGroup | None, number: int, label: str) -> None:
@@ -291,7 +291,7 @@ class Channel:
         """The error for issue `number`, to which some peers haven't come; this rank may have issued more since."""
         return CollectiveTimeoutError(
             f"rank {self.rank}: {label} (issue {number}) on axis {self.axis_name!r}, channel {self.name!r}, "
-            f"didn't complete within {self.timeout_s:g} s: {self.peers.stragglers(self, number)}. Every rank "
+            f"didn't complete within {self.timeout_s:g} s: {self.peers.why('late', self, number)}. Every rank "
             "must call the same collectives in the same order."
         )
 
@@ -304,6 +304,12 @@ class Channel:
             self.failed = error
             raise
         return copy.read()
+
+    def wait_for_device(self, label: str) -> None:
+        """Wait until the device has completed all collectives of its group."""
+        group = self.stream_group
+        done = HostCopy(torch.zeros((), device="cpu"), lambda: group is None or not group.outstanding)
+        self.wait_for_host(done, label)
 
     def wait_for_future(self, future: torch.futures.Future[Any], label: str) -> None:
         """Wait, as :meth:`wait_for_host` does, for a collective that another library has issued beside this channel."""
@@ -409,7 +415,7 @@ class Channel:
                 "Cast it."
             )
         self.begun += 1
-        self.peers.tally.sent += 1
+        self.peers.own.sent += 1
         self.threads.add(threading.get_ident())
         if self.history is not None:
             self.history.append((operation, buffer.shape, buffer.dtype, arguments))

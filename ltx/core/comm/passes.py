@@ -12,17 +12,19 @@ for the rest of it reads in the record that it won't come.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from ltx.core.base import private
 from ltx.core.base.errors import (
     CollectiveTimeoutError,
     DeadlockDetectedError,
+    LtxError,
     PeerLostError,
     StepLeftOutError,
     said_of,
 )
+from ltx.core.comm.backends import unregister
 from ltx.core.comm.peers import OfAxis
 from ltx.core.comm.signature import RAISED
 
@@ -197,10 +199,10 @@ class Passes:
 
     def sent(self) -> int:
         """The number of collectives that this rank has issued on all axes of its world."""
-        return int(self._comm.peers.tally.sent)
+        return int(self._comm.peers.own.sent)
 
     def _calls(self) -> int:
-        calls: int = sum(axis.called for axis in self._comm.peers.axes)
+        calls: int = sum(axis.user.issued for axis in self._comm.peers.own.axes)
         return calls + int(self._comm.bucket_channel(0).issued)
 
     def leave(self, why: BaseException | str, sent: int, what: str = "") -> None:
@@ -227,9 +229,29 @@ class Passes:
 
     def end_world(self, why: str, lost: bool, what: str = "") -> None:
         """This rank issues nothing more on any axis of its world. `lost`: the reason is a lost peer."""
-        for axis in list(self._comm.peers.axes):
-            axis.fail(Failed(why, lost, what))
+        for axis in list(self._comm.peers.own.axes):
+            axis.passes.fail(Failed(why, lost, what))
         self._comm.peers.tell()
+
+    def fail(self, failed: Failed) -> None:
+        """Nothing more is issued on the axis, and the device gives up collectives under way."""
+        if self.failed is not None:
+            return
+        self.failed = failed
+        axis, user = self._comm, self._comm.user
+        what = f"{failed.what} on axis" if failed.what else "axis"
+        kind = PeerLostError if failed.lost else DeadlockDetectedError
+        error = kind(f"rank {axis.rank}: {what} {axis.name!r} was left halfway ({failed.why}).")
+        for channel in axis.channels:
+            channel.failed = channel.failed or error
+            # Compiled graphs find a process group by its name: they can't use this one either.
+            unregister(channel.group)
+        if (group := user.stream_group) is not None:
+            if axis.unread is not None:  # no pass has begun since the last one: let the device complete that
+                with suppress(LtxError):
+                    user.wait_for_device("the end of the last pass")
+            group.abort()
+            unregister(group.group)
 
     @property
     def _what(self) -> str:

@@ -15,6 +15,7 @@ import torch
 
 from ltx.core.base import private
 from ltx.core.comm.axis_comm import AxisComm
+from ltx.core.comm.backends import HostCopy
 from ltx.core.comm.channel import Work
 from ltx.core.comm.operations import OPERATIONS
 from ltx.core.comm.peers import under_way
@@ -105,6 +106,20 @@ class ProcessRanks(AxisComm):
             return [post.value for post in under_way[-1].exchange(self, signature, value)]
         return self.peers.exchange_values(signature, value)
 
+    def start_anew(self) -> None:
+        # Complete what some ranks have begun in the background for states that were dropped.
+        told = Signature("train.init of a strategy that exchanges parameters", ())
+        for each in (self, *self.parts) if self.size > 1 else ():
+            if not any(each.exchange(told, each.background.failed is not None)):
+                each.background.drain(partial(each.exchange, told))
+                # Ranks may have called it unequally often, but have issued as much by now: they count from there.
+                each.background.issued = each.background.begun
+                each.background.recent.clear()
+
+    def read(self, x: torch.Tensor, label: str) -> torch.Tensor:
+        # bool(x) and x.item() would stand still for as long as the device waits for a peer.
+        return self.user.wait_for_host(HostCopy(x), label)
+
     def by_rank(self, signature: Signature, f: OfTensors, tensors: Tensors) -> list[Any]:
         """Each rank sends one digest through the store; only if digests differ do values follow."""
         mine = f(tensors)
@@ -115,7 +130,7 @@ class ProcessRanks(AxisComm):
         mine = f(x)
         sent = mine.view(-1).view(torch.uint8).to(self.device, copy=True)
         first = self.user.issue("broadcast", sent, signature.operation, (0,)).wait().to(mine.device)
-        self.peers.tally.sent -= 1  # a comparison
+        self.peers.own.sent -= 1  # a comparison
         return first.view(mine.dtype).view(mine.shape)
 
     def tell(self, label: str, numbers: list[int], describe: Describe, key: Key) -> list[list[int]]:

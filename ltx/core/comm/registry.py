@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ltx.core.base import traced
 from ltx.core.base.arguments import brief, is_whole
-from ltx.core.base.errors import AxisError
+from ltx.core.base.errors import AxisError, WorldError
 from ltx.core.comm.axis_comm import AxisComm, NewGroup
 from ltx.core.comm.backends import let_go
 from ltx.core.comm.peers import DEFAULT_HEARTBEAT_S
@@ -172,23 +172,19 @@ def has_failed(of_peers: bool = False) -> bool:
         axis_comm.passes.find_dropped()
         if axis_comm.passes.failed or axis_comm.passes.is_uncounted:  # peers that wait for the rest of it fail
             return True
-    return any(axis_comm.peers.have_failed() for axis_comm in comms)
+    return any(axis_comm.peers.gone("failed") for axis_comm in comms)
 
 
 def has_lost_pass(axis: Axis) -> bool:
     """Whether the device has given up collectives of the last pass on `axis`, whose results the host has taken."""
-    return axis.comm is not None and axis.comm.has_lost_pass
+    group = None if axis.comm is None else axis.comm.user.stream_group
+    return group is not None and group.has_lost_pass
 
 
 def end_world(axis: Axis, error: BaseException, what: str) -> None:
     """End the world of `axis` because of an `error` in `what`, for whose rest peers wait."""
     if axis.comm is not None:
         axis.comm.passes.abort(error, what)
-
-
-def processes_of_peers() -> dict[int, list[str]]:
-    """The processes of the other ranks of the world, as the kernel knows them, so far as they have said."""
-    return {rank: process for each in all_peers() for rank, process in each.processes().items()}
 
 
 def all_peers() -> list[Any]:
@@ -209,7 +205,24 @@ def holders_of_groups(opened: Iterable[Axis]) -> list[Any]:
     ]
 
 
-os.register_at_fork(after_in_child=lambda: [axis.comm.refuse_fork() for axis in open_axes() if axis.comm is not None])
+def _refuse_fork() -> None:
+    """Refuse every collective from now on: this process is a fork of the rank's own.
+
+    A fork has copies of the rank's connections and shares its memory, so peers would take it for the rank.
+    """
+    for axis_comm in communicators():
+        error = WorldError(
+            f"rank {axis_comm.rank}: this process ({os.getpid()}) is a fork of the rank's own "
+            f"({axis_comm.peers.own.pid}), and can't take part in collectives on axis {axis_comm.name!r}: its peers "
+            "would take it for the rank. Call them in the rank's own process. Forks that only compute, such as workers "
+            "of a DataLoader, are fine."
+        )
+        for channel in axis_comm.channels:
+            channel.failed = error
+        axis_comm.peers.refuse(str(error))
+
+
+os.register_at_fork(after_in_child=_refuse_fork)
 
 
 class InGroups(NamedTuple):
@@ -231,21 +244,6 @@ class MeshAxis(Axis):
     """The axis of `mesh`, a dimension of a DeviceMesh (a mesh itself); the axis has the dimension's name."""
 
     mesh: DeviceMesh | None = field(default=None, repr=False, compare=False)
-
-
-def size_and_rank(axis: Any) -> tuple[int, int]:
-    """(size, this rank's place) of the axis that a user means; the place is 0 on simulated ranks.
-
-    Unlike :func:`resolve` it never opens an axis, since all ranks of the axis would have to do that together.
-    """
-    meshes = _meshes_in(axis)
-    if meshes:
-        ranks = _ranks_of_meshes(meshes)
-        return len(ranks), ranks.index(dist.get_rank())
-    if isinstance(axis, dist.ProcessGroup):
-        return axis.size(), axis.rank()
-    found = resolve(axis)
-    return found.size, found.rank if isinstance(found.rank, int) else 0
 
 
 def resolve(axis: Any) -> Axis:

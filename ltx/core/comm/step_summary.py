@@ -212,8 +212,9 @@ def end_pass(among: AxisComm, summary: IssuedSummary) -> StepSummary:
     """End a pass whose buckets are all complete or enqueued: check its step summary here or later."""
     if summary.stays_on_device:
         among.unread = summary
-        for axis in among.peers.axes:
-            axis.note_pass()
+        for group in [axis.user.stream_group for axis in among.peers.own.axes]:
+            if group is not None:  # the host goes on from a pass whose collectives the device may not have completed
+                group.of_last_pass = group.last
     return summary.enqueued()
 
 
@@ -250,7 +251,7 @@ def begin_pass(
     issued = axis_comm.user.digest ^ (channel.digest << 1)
     said = Said(issued, among.passes.step, among.passes.counted, unreduced, isinstance(weight, torch.Tensor))
     weighted = said.weighted and among is axis_comm
-    place, exchange = f"apart/{channel.name}/{channel.begun}", among.store_exchange.exchange
+    place, exchange = f"apart/{channel.name}/{channel.begun}", among.peers.store_exchange.exchange
     compare = lambda: exchange(place, said, "a comparison of steps", _EXPLAINING_S)  # noqa: E731
     device = axis_comm.device
     # Reading an element is cheaper than writing one, but would block the host on stream-ordered backends.
@@ -298,7 +299,7 @@ def _count_step(total: torch.Tensor, squares: torch.Tensor, clock: torch.Tensor,
     limbs = [x.flatten()[:1] for x in (total, squares)]  # samples share them
     if stream is None and axis_comm.size * int(limbs[1]) == int(limbs[0]) ** 2:
         return one
-    exchange, said = axis_comm.store_exchange, Said(0, number)
+    exchange, said = axis_comm.peers.store_exchange, Said(0, number)
     channel = axis_comm.bucket_channel(0)
     work = Work.arrived(channel, torch.cat([total.new_zeros(2), *limbs]))  # the graph has waited already
 

@@ -151,9 +151,6 @@ class TimeoutStore:
         self.store: Any = store
         self._caller = caller
 
-    def close(self) -> None:
-        self.store = None
-
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self.store, name)
         call: Callable[[Callable[[], Any]], Any] = self._caller.tell if name in _TELLS else self._caller.ask

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Protocol
 
 from torch import Tensor, UntypedStorage
 
@@ -55,22 +55,18 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
-class Transports:
-    """How this process opens transports, which is handed in, and those that are open."""
-
-    #: ``(rank, exchange)`` -> a transport, which is among `opened` until it is closed; None if the ranks share nothing.
-    open: ClassVar[Callable[[int, Callable[[str, Any], list[Any]]], Transport | None]] = lambda rank, exchange: None
-    opened: ClassVar[list[Transport]] = []
+#: The open transports of this process.
+open_transports: list[Transport] = []
 
 
 def progress_everywhere() -> bool:
     """Advance every transport: peers may wait in another than this rank. Returns whether there was anything to do."""
-    return sum([transport.progress() for transport in tuple(Transports.opened) if transport.busy]) > 0
+    return sum([transport.progress() for transport in tuple(open_transports) if transport.busy]) > 0
 
 
 def any_transport_busy() -> bool:
     """Whether something is pending in any transport of this process."""
-    return any(transport.busy for transport in tuple(Transports.opened))
+    return any(transport.busy for transport in tuple(open_transports))
 
 
 def wait_for(work: TransportWork, pause_s: float) -> bool:

@@ -11,6 +11,7 @@ import torch
 
 from ltx.core.base import tree
 from ltx.core.base.arguments import Offering, follows
+from ltx.core.base.handed_in import HandedIn
 from ltx.core.base.needs import require
 from ltx.core.gradients.comm_hook import CommHook, unchanging
 from ltx.core.gradients.exchange import Exchange
@@ -224,15 +225,9 @@ def constant_hook(strategy: Strategy, step: int) -> CommHook | None:
     return None if hook is None else unchanging(hook, step)
 
 
-class HandedIn:
-    """Objects that the core needs, but can't import. Packages outside of the core set them when ``ltx`` is imported."""
-
-    strategy = Strategy()  # the default strategy, made once: Dynamo can't make it while it traces
-    hooks: Any = None  # ltx.hooks
-
-
 def default_strategy() -> Strategy:
-    return HandedIn.strategy
+    strategy: Strategy = HandedIn.strategy
+    return strategy
 
 
 def in_dtype(hook: CommHook | None, dtype: torch.dtype | None) -> CommHook | None:

@@ -29,8 +29,9 @@ import torch.distributed.nn.functional
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ltx.core.base.errors import WorldError
-from ltx.core.comm import HandedIn, close_axis, open_axis
+from ltx.core.base.handed_in import HandedIn
 from ltx.core.comm.backends import HOST_BLOCKING, LATER, backends_of, connecting, looking_out, set_up_watchdog
+from ltx.core.comm.registry import close_axis, open_axis
 from ltx.core.comm.store_exchange import StoreExchange
 from ltx.core.ranks.axis import Axis
 from ltx.core.world.placement import LOOPBACK, Placement
@@ -87,15 +88,13 @@ def make_group(
         meanwhile.enter_context(looking_out(meeting.look))
         own, last = own_address_towards(address, port), world.size - 1
         held = _open_store(own, 0, True, timeout) if own and world.rank == last else None
-        meeting.hold(held)
         addresses, ports = zip(*meeting.gather([own, getattr(held, "port", 0)]), strict=True)
-        meeting.expect_answers()
         # A node may resolve its own name to a loopback address, which its peers can't reach.
         outside = [other for other in addresses if other and not is_loopback(other)]
         mine = addresses[world.rank]
-        if ports[last] and not (outside and is_loopback(addresses[last])):
-            second = addresses[last], ports[last], False, timedelta(seconds=heartbeat_s)
-            meeting.connect_later(last, partial(_open_store, *second))
+        there = addresses[last], ports[last], False, timedelta(seconds=heartbeat_s)
+        reached = ports[last] and not (outside and is_loopback(addresses[last]))
+        meeting.connected(held, (last, partial(_open_store, *there)) if reached else None)
         interface = interface_of(own_address_towards(outside[0], port) if outside and is_loopback(mine) else mine)
         if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
             os.environ["GLOO_SOCKET_IFNAME"] = interface

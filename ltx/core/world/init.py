@@ -188,7 +188,7 @@ def _again(old: Session) -> Session:
             "ltx.init and may be out of step. On all ranks: ltx.shutdown(), torch.distributed.destroy_process_group(), "
             "initialise it again, and call ltx.init()."
         )
-    processes = comm.processes_of_peers()
+    processes = {rank: known for peers in comm.all_peers() for rank, known in peers.processes().items()}
 
     def look() -> None:
         if gone := sorted(rank for rank, process in processes.items() if kernel.state(process) == kernel.GONE):

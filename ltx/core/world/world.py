@@ -215,15 +215,10 @@ def abandon(error: BaseException, call: int | None = None) -> None:
     """
     process.abandoned = True
     why, lost = said_of(error), isinstance(error, PeerLostError)
-    left = comm.communicators()
-    for axis_comm in left:
+    for axis_comm in comm.communicators():
         axis_comm.passes.failed = axis_comm.passes.failed or comm.Failed(why, lost, call=call)
     for peers in comm.all_peers():
-        peers.tell(wait=True)
-    if world().rank == 0:  # the store may end with this process
-        dead = {axis_comm.global_ranks[peer] for axis_comm in left for peer in axis_comm.peers.lost()}
-        for peers in comm.all_peers():
-            peers.wait_until_heard(dead)
+        peers.tell(wait=True, heard=world().rank == 0)  # with rank 0's process the store may end
 
 
 def go_on() -> None:
@@ -245,7 +240,10 @@ def calls() -> int:
         counts = [backend._get_sequence_number_for_group() for backend in backends]
     except (AttributeError, RuntimeError):
         return time.monotonic_ns()
-    return sum(map(int, counts + [axis_comm.calls for axis_comm in comm.communicators()]))
+    for axis_comm in comm.communicators():
+        counts += [n for channel in axis_comm.channels for n in (channel.begun, channel.issued, channel.compared)]
+        counts += [axis_comm.peers.store_exchange.begun, axis_comm.peers.next_check]
+    return sum(map(int, counts))
 
 
 def forget() -> None:

@@ -186,7 +186,7 @@ def test_groups_and_meshes_wait_as_long_as_the_world() -> None:
             with ltx.axis_from_group([1, 0]) as ranked, ltx.axis_from_group(group) as grouped:
                 for axis in (None, ranked, grouped, mesh):
                     comm = inside.resolve(axis).comm
-                    limits.append((comm.timeout_s, comm.peers.heartbeat_s))
+                    limits.append((comm.user.timeout_s, comm.peers.heartbeat_s))
         return limits
 
     with ltx.Pool(2, timeout_s=60.0) as pool:

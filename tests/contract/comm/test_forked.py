@@ -116,7 +116,7 @@ def test_a_fork_that_closes_its_copy_of_an_axis_does_not_end_the_rank(ranks: Ran
         child = get_context("fork").Process(target=axis_comm.user.transport.close)
         child.start()
         child.join(60)
-        return child.exitcode, ltx.psum(torch.ones(())).item(), axis_comm.lost()
+        return child.exitcode, ltx.psum(torch.ones(())).item(), axis_comm.peers.gone("dead")
 
     assert ranks(2).run(on_each).replicated() == (0, 2.0, [])
 

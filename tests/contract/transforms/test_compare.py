@@ -254,7 +254,7 @@ def test_each_step_is_compared_once(on_new_axis: OnNewAxis) -> None:
         first, second = ltx.data_parallel(loss), ltx.data_parallel(lambda p, x: loss(p, x))
         for _ in range(3):
             ltx.grad(first)(P, torch.ones(3))
-            counts.append(int(axis_comm.store_exchange.new_place().rpartition("/")[2]) - len(counts))
+            counts.append(int(axis_comm.peers.store_exchange.new_place().rpartition("/")[2]) - len(counts))
         try:
             ltx.grad(second)({name: p + ltx.axis_index() for name, p in P.items()}, torch.ones(3))
         except ReplicaDivergedError:

@@ -13,7 +13,7 @@ import torch
 
 import ltx
 from ltx.core import comm
-from ltx.core.comm import opened, sealed
+from ltx.core.comm.pickling import opened, sealed
 from ltx.errors import AuthenticationError, AxisError
 from tests.kinds import Ranks
 from tests.train_on import said

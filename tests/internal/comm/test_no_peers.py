@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import ltx
-from ltx.core.comm.peers import HandedIn, Peers
+from ltx.core.base.handed_in import HandedIn
+from ltx.core.comm.peers import Peers
 from ltx.peers.negotiation import Negotiation
 from tests.kinds import Ranks
 from tests.train_on import go_on

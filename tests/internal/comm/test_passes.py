@@ -129,7 +129,7 @@ def test_who_has_left_a_step_with_all_others_waits_for_them(on_new_axis: OnNewAx
 
         def carry_on() -> None:
             axis_comm = _axis_comm()
-            axis_comm.store_exchange.exchange("all have raised", None, "this test")
+            axis_comm.peers.store_exchange.exchange("all have raised", None, "this test")
             axis_comm.peers.watcher.look_now()
             seen.append(axis_comm.peers.diagnosed(in_pass=True) is None)
 

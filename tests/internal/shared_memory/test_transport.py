@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import ltx
+from ltx.core.base.handed_in import HandedIn
 from ltx.core.comm.operations import OPERATIONS
-from ltx.core.comm.transport import Transports, progress_everywhere
+from ltx.core.comm.transport import progress_everywhere
 from ltx.shared_memory.chunks import CHUNK_BYTES, CUTS, SMALL_BYTES
 from ltx.shared_memory.transport import NOTE_WORDS, SEGMENT_BYTES, SLOTS, SharedMemoryTransport
 from tests.forks import settles
@@ -190,7 +191,7 @@ def test_a_survivor_names_the_peer(tmp_path: Any, ranks: Callable[[int], Any], h
 
     def run() -> None:
         # The transport knows it too, without the store.
-        note.write_text(f"{how(1)} {ltx.core.ranks.axis.find(None).comm.lost()}")
+        note.write_text(f"{how(1)} {ltx.core.ranks.axis.find(None).comm.peers.gone('dead')}")
 
     with pytest.raises(ltx.errors.WorkerError):
         ranks(2).run(run)
@@ -337,7 +338,7 @@ def test_without_a_transport_all_goes_over_sockets(
 ) -> None:
     """The kernel trains to the same values, and knows no transport but the one that is handed in."""
     if not handed_in:
-        monkeypatch.setattr(Transports, "open", lambda rank, exchange: None)
+        monkeypatch.setattr(HandedIn, "transport", lambda rank, exchange: None)
     world = started(2, lambda tell: (transport_of() is not None, trained(seed)))
     expected = ranks(2).run(trained, seed).replicated()
     assert [world.told(rank) for rank in range(2)] == [(handed_in, expected)] * 2

@@ -1,0 +1,17 @@
+"""What the kernel needs of other rooms, which it can't import."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class HandedIn:
+    """Set once, when ``ltx`` is imported. The last two may be missing."""
+
+    hooks: Any = None  # ltx.hooks
+    strategy: Any = None  # of steps that are given none; made once: Dynamo can't make it while it traces
+    meeting: Any = None  # (store, world, timeout_s, heartbeat_s) -> how the ranks of a world that is made meet
+    peers: Any = None  # (communicator, axis' name, heartbeat_s) -> who knows them, an ltx.core.comm.peers.Peers
+    #: (rank, exchange) -> an ltx.core.comm.transport.Transport, which is among `open_transports` there until it is
+    #: closed; None if the ranks share nothing.
+    transport: Any = lambda rank, exchange: None
