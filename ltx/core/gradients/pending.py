@@ -273,9 +273,7 @@ class ProcessSchedule(Schedule):
         self.program_of: ProgramOf | None = None
         part = plan.hook.within(plan.axis)
         self._part = None if part is None or part.comm is None else part.comm
-        self._shared = self.comm.stream_group is not None and any(
-            self.comm.stream_of(bucket.device) for bucket in plan.buckets
-        )
+        self._shared = any(self.comm.stream_of(bucket.device) for bucket in plan.buckets)
         self._in_graphs, self._held = _issued_in_graphs() if self._shared else 0, False
         self._reset()
 
