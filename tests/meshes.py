@@ -104,6 +104,13 @@ def loss_of(model: Block, mesh: Any = None, sequence: bool = False) -> Any:
     return step
 
 
+def distributed(w: Tensor, mesh: Any, placement: Any = None) -> Any:
+    """`w` as a DTensor, of which each rank of `mesh` has some rows, or what `placement` says."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    return distribute_tensor(w, mesh, [placement or Shard(0)])
+
+
 def full(tensors: Any) -> dict[str, Tensor]:
     """The values of a dict of tensors."""
     return {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in tensors.items()}

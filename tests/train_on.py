@@ -66,6 +66,18 @@ def trained(
     return go_on(train, train.init(start) if buffers is None else train.init(start, buffers), batches)
 
 
+def loop_of_torch(optimizer: torch.optim.Optimizer, loss: Callable[..., Tensor], batches: Iterable[Any]) -> Tensor:
+    """The bare torch loop, and the losses of its steps; batches as for :func:`go_on`."""
+    losses = []
+    for batch in batches:
+        found = loss(*(batch if isinstance(batch, tuple) else (batch,)))
+        optimizer.zero_grad()
+        found.backward()
+        optimizer.step()
+        losses.append(found.detach())
+    return torch.stack(losses)
+
+
 def mine(by_rank: Any) -> Any:
     """This rank's entry, of those of all ranks."""
     return by_rank[int(ltx.axis_index())]
@@ -83,3 +95,9 @@ def said(error: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> str
     with pytest.raises(error) as raised:
         call(*args, **kwargs)
     return str(raised.value)
+
+
+def refuses(error: Any, match: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """``call(*args, **kwargs)`` raises an `error` in whose text `match` is found."""
+    with pytest.raises(error, match=match):
+        call(*args, **kwargs)

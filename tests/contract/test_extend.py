@@ -17,6 +17,7 @@ from ltx import extend
 from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction
 from ltx.strategies import StateLayout, States, StepInfo, Strategy, Updated
 from tests.kinds import Ranks
+from tests.train_on import refuses
 
 
 @dataclass(frozen=True)
@@ -144,13 +145,11 @@ def test_a_rule_leaves_its_argument(ranks: Ranks) -> None:
 
 def test_what_a_rule_is_refused_for() -> None:
     mine = extend.Rule("psum", None, stacked=lambda xs, n, static: (xs, True))
-    with pytest.raises(ltx.errors.CollectiveError, match="a rule called 'psum' already"):
-        extend.collective(mine, torch.ones(2))
+    refuses(ltx.errors.CollectiveError, "a rule called 'psum' already", extend.collective, mine, torch.ones(2))
     # An operation that moves bytes alone doesn't make a rule one that does.
     latest = extend.Rule("latest", "all_gather", stacked=lambda xs, n, static: (xs.amax(0), False), weights=torch.eq)
     for dtype, said in ((torch.float8_e5m2, "has no sums"), (torch.complex64, "real numbers alone")):
-        with pytest.raises(ltx.errors.UnsupportedError, match=said):
-            extend.collective(latest, torch.ones(2).to(dtype))
+        refuses(ltx.errors.UnsupportedError, said, extend.collective, latest, torch.ones(2).to(dtype))
 
 
 def test_names_of_before_are_those_of_extend() -> None:
@@ -180,5 +179,4 @@ def test_what_is_said_is_in_what_is_offered() -> None:
 
 
 def test_what_is_refused_says_the_field() -> None:
-    with pytest.raises(ltx.errors.StrategyError, match=r"NewStrategy\.every must be a whole number .*, got 0"):
-        NewStrategy(every=0)
+    refuses(ltx.errors.StrategyError, r"NewStrategy\.every must be a whole number .*, got 0", NewStrategy, every=0)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ltx
 from ltx.optim import TorchState
-from tests.train_on import go_on
+from tests.train_on import go_on, loop_of_torch
 from tests.twins.cases import MLP, Params, params_of, plain_step, seeded
 
 STEPS = 50
@@ -88,14 +88,7 @@ def one_process(
 ) -> tuple[Tensor, Params]:
     """The bare torch loop."""
     optimizer = torch.optim.AdamW(module.parameters(), **{"lr": LR, **kwargs})
-    losses = []
-    for batch in batches:
-        loss = (call or module)(*batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return torch.stack(losses), params_of(module)
+    return loop_of_torch(optimizer, call or module, batches), params_of(module)
 
 
 def whole(batches: list[list[tuple[Tensor, Tensor]]]) -> list[tuple[Tensor, Tensor]]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import ltx
 from ltx import checkpoint, hooks, nn, optim
+from tests.twins.training import sgd
 
 
 @dataclass
@@ -102,7 +103,7 @@ def _as_float(x: Tensor, numel: int) -> Tensor:
 
 
 def _scheduled(schedule: Any) -> Any:
-    return _optimized(optim.from_torch(torch.optim.SGD, lr=schedule))
+    return _optimized(sgd(schedule))
 
 
 def _uses(result: Any) -> Any:
@@ -414,11 +415,7 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         "ltx.optim.LossState": [],
         "ltx.optim.with_loss": [Call(optim.with_loss, ({"seen": optim.LossState()}, torch.tensor(0.5)))],
         "ltx.optim.adjustable": [Call(optim.adjustable, (0.1,), {}, _scheduled)],
-        "ltx.optim.adjust": [
-            Call(
-                optim.adjust, (optim.from_torch(torch.optim.SGD, lr=optim.adjustable(0.1)).init(params()),), {"lr": 0.2}
-            )
-        ],
+        "ltx.optim.adjust": [Call(optim.adjust, (sgd(optim.adjustable(0.1)).init(params()),), {"lr": 0.2})],
         "ltx.optim.reduce_on_plateau": [
             Call(
                 optim.reduce_on_plateau,

@@ -25,6 +25,7 @@ from tests import inside
 from tests.contract.bad_input import public
 from tests.contract.bad_input.bad_values import BAD, RefusedError
 from tests.inside import axes_in_scope
+from tests.train_on import refuses
 
 _OF_THE_SIGNATURE = re.compile(r"positional argument|keyword argument|takes no arguments|missing \d")
 _TENSORS = st.sampled_from([lambda: torch.ones(3), lambda: torch.ones(2, 2, dtype=torch.int64), lambda: torch.ones(())])
@@ -162,8 +163,7 @@ def test_what_is_said(call: Callable[[], Any], said: str) -> None:
 
 def test_a_path_that_is_no_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no checkpoint")
-    with pytest.raises(ltx.errors.CheckpointError, match="can't be read as a directory"):
-        ltx.checkpoint.latest(tmp_path / "file")
+    refuses(ltx.errors.CheckpointError, "can't be read as a directory", ltx.checkpoint.latest, tmp_path / "file")
 
 
 def test_a_closed_axis_is_refused() -> None:

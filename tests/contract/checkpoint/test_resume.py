@@ -23,7 +23,7 @@ from tests.contract.strategies.problem import make_problem
 from tests.contract.strategies.table import KINDS, ROWS
 from tests.contract.strategies.test_conformance import tensors, trainer
 from tests.kinds import Params, Ranks
-from tests.train_on import go_on
+from tests.train_on import go_on, refuses
 from tests.twins.cases import assert_same_bits
 
 ADAMW = ltx.optim.from_torch(torch.optim.AdamW, lr=lambda count: 0.05 / (1 + count))
@@ -199,9 +199,7 @@ def test_a_loss_scale_goes_on(tmp_path: Path) -> None:
     precision = ltx.Precision(compute=torch.float16, loss_scale=ltx.DynamicLossScale(init=8.0, growth_interval=2))
     step = ltx.mixed_precision(ltx.data_parallel(lambda w, x: (w * x).sum()), precision)
     train = ltx.train_step(step, ADAMW, donate=False)
-    state = train.init(torch.ones(3))
-    for _ in range(3):
-        state, _ = train(state, torch.ones(3))
+    state, _ = go_on(train, train.init(torch.ones(3)), [torch.ones(3)] * 3)
     ltx.checkpoint.save(tmp_path, state)
     assert_same(state, ltx.checkpoint.load(tmp_path, train.init(torch.ones(3))).state)
     assert state.loss_scale.scale == 16.0
@@ -428,8 +426,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         ({"data": iter([])}, "data is of type list_iterator, which a checkpoint can't hold without a pickle"),
         ({"data": {"a": [{1: 2}]}}, "data['a'][0] is of type dict"),
     ):
-        with pytest.raises(InputError, match=re.escape(text)):
-            ltx.checkpoint.save(tmp_path, state, **kwargs)
+        refuses(InputError, re.escape(text), ltx.checkpoint.save, tmp_path, state, **kwargs)
     assert ltx.checkpoint.latest(tmp_path) is None
     with pytest.raises(UnsupportedError, match="simulated ranks have no files of their own"):
         ltx.vmap(lambda x: ltx.checkpoint.save(tmp_path, state) and x)(torch.ones(2))

@@ -11,7 +11,7 @@ import ltx
 from ltx.errors import AxisError, TreeError, UnsupportedError
 from tests.contract.strategies.references.horovod import adasum
 from tests.kinds import Ranks
-from tests.train_on import said
+from tests.train_on import refuses, said
 
 SHAPES = {"matrix": (5, 3), "scalar": (), "empty": (0, 2), "vector": (131,), "one": (1,)}
 
@@ -137,18 +137,14 @@ def test_other_numbers_of_ranks(ranks: Ranks) -> None:
     ):
         ltx.vmap(ltx.adasum)(torch.ones(3, 2))
 
-    def run() -> str:
-        return said(AxisError, ltx.adasum, torch.ones(2))
-
-    assert "got 3" in ranks(3).run(run).replicated()
+    assert "got 3" in ranks(3).run(said, AxisError, ltx.adasum, torch.ones(2)).replicated()
 
 
 @pytest.mark.parametrize("leaf", [torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.complex64)], ids=str)
 def test_other_dtypes(leaf: Tensor) -> None:
     with pytest.raises(TreeError, match=r"adasum: leaf 'b\.0' is .*only real floating tensors"):
         ltx.adasum({"a": torch.ones(2), "b": [leaf]})
-    with pytest.raises(UnsupportedError, match="sparse"):
-        ltx.adasum(torch.ones(2).to_sparse())
+    refuses(UnsupportedError, "sparse", ltx.adasum, torch.ones(2).to_sparse())
 
 
 def test_a_world_of_one_gets_copies() -> None:

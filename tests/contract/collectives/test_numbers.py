@@ -11,6 +11,7 @@ import torch
 
 import ltx
 from ltx.errors import TreeError
+from tests.train_on import refuses
 
 
 def called(rank: int) -> dict[str, Any]:
@@ -85,8 +86,7 @@ def test_arrays_however_they_lie_in_memory(ranks: Callable[[int], Any]) -> None:
         (numpy.array([object()]), "Its dtype is object"),
         (numpy.datetime64("2020-01-01"), r"Its dtype is datetime64\[D\]"),
     ):
-        with pytest.raises(TreeError, match=text):
-            ltx.psum({"x": array})
+        refuses(TreeError, text, ltx.psum, {"x": array})
 
 
 def test_arrays_are_what_tensors_are(ranks: Callable[[int], Any], seed: int) -> None:
@@ -123,5 +123,4 @@ def test_what_is_no_number(leaf: Any) -> None:
     if leaf is None:
         assert ltx.psum(None) is None  # an empty tree
         return
-    with pytest.raises(TreeError, match="psum: its argument must be a tree of tensors, but leaf 'x' is of type"):
-        ltx.psum({"x": leaf})
+    refuses(TreeError, "psum: its argument must be a tree of tensors, but leaf 'x' is of type", ltx.psum, {"x": leaf})

@@ -12,6 +12,7 @@ from torch import Tensor
 import ltx
 from ltx.errors import InputError, TreeError
 from tests.kinds import Ranks
+from tests.train_on import refuses
 
 COLLECTIVES: dict[str, Callable[[Any], Any]] = {
     "psum": ltx.psum,
@@ -35,8 +36,7 @@ def test_leaves_that_are_no_tensors(name: str) -> None:
 
 
 def test_a_module_is_no_tree() -> None:
-    with pytest.raises(TreeError, match=r"is of type Linear\. Pass dict\(module.named_parameters\(\)\)"):
-        ltx.psum(torch.nn.Linear(2, 2))
+    refuses(TreeError, r"is of type Linear\. Pass dict\(module.named_parameters\(\)\)", ltx.psum, torch.nn.Linear(2, 2))
 
 
 def test_pvary_seen_from_outside_the_simulated_axis() -> None:
@@ -114,7 +114,6 @@ def test_scaled_dtypes(ranks: Ranks) -> None:
 def test_integers_take_whole_factors(name: str, factor: Any) -> None:
     named: Any = {name: factor}
     text = rf"psum: leaf 'n' is int64\[2\], and {name}=.* isn't a whole number\. Cast the leaf to a floating dtype\."
-    with pytest.raises(TreeError, match=text):
-        ltx.psum({"n": torch.ones(2, dtype=torch.int64), "x": torch.ones(2)}, **named)
+    refuses(TreeError, text, ltx.psum, {"n": torch.ones(2, dtype=torch.int64), "x": torch.ones(2)}, **named)
     with pytest.raises(InputError, match=rf"psum: {name} must be a number or a 0-dim tensor, got float32\[2\]\."):
         ltx.psum(torch.ones(2), **{name: torch.ones(2)})

@@ -9,7 +9,7 @@ from torch import Tensor
 import ltx
 from ltx.errors import AxisError
 from tests.kinds import Ranks
-from tests.train_on import said
+from tests.train_on import refuses, said
 
 
 def test_seeds_differ_between_ranks_and_repeat(ranks: Ranks) -> None:
@@ -56,5 +56,4 @@ def test_shard_of_what_does_not_divide() -> None:
         "axis 'data'. Drop or pad the remainder; or take unequal parts by ltx.share_out, and return ltx.Weighted from "
         "the step."
     )
-    with pytest.raises(AxisError, match="can't be split along dim 2"):
-        ltx.shard(torch.zeros(4, 2), dim=2)
+    refuses(AxisError, "can't be split along dim 2", ltx.shard, torch.zeros(4, 2), dim=2)

@@ -13,7 +13,7 @@ from torch import Tensor
 import ltx
 from ltx.errors import AxisError, RankMismatchError
 from tests.kinds import Ranks
-from tests.train_on import said
+from tests.train_on import refuses, said
 
 
 @pytest.mark.full
@@ -88,22 +88,15 @@ CALLS: dict[str, Callable[[Tensor, int], Any]] = {
 def test_ranks_that_are_not_on_the_axis(ranks: Ranks, call: str, rank: int) -> None:
     text = rf"{call}={rank} isn't an index on an axis of 2 ranks, 0 to 1\. It counts on the axis, not in the world\."
 
-    def both() -> None:
-        with pytest.raises(AxisError, match=text):
-            CALLS[call](torch.ones(2), rank)
-
-    ranks(2).run(both)
-    with pytest.raises(AxisError, match=text):
-        ltx.vmap(lambda x: CALLS[call](x, rank))(torch.ones(2, 2))
+    ranks(2).run(lambda: refuses(AxisError, text, CALLS[call], torch.ones(2), rank))
+    refuses(AxisError, text, ltx.vmap(lambda x: CALLS[call](x, rank)), torch.ones(2, 2))
 
 
 def test_ranks_that_disagree(ranks: Ranks) -> None:
     def run() -> list[str]:
-        rank, found = int(ltx.axis_index()), []
-        for call in (*list(CALLS.values())[:4], lambda x, rank: ltx.ppermute(x, [(rank, 1 - rank)])):
-            with pytest.raises(RankMismatchError) as caught:
-                call(torch.ones(2, 11), rank)  # which is new to both
-            found.append(str(caught.value))
+        rank, x = int(ltx.axis_index()), torch.ones(2, 11)  # which is new to both
+        calls = (*list(CALLS.values())[:4], lambda x, rank: ltx.ppermute(x, [(rank, 1 - rank)]))
+        found = [said(RankMismatchError, call, x, rank) for call in calls]
         return [*found, said(RankMismatchError, ltx.gather, torch.ones(12 + rank))]
 
     *arguments, shape = ranks(2).run(run).replicated()

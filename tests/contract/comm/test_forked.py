@@ -38,9 +38,6 @@ def test_a_fork_is_refused_by_name(ranks: Ranks, tmp_path: Path) -> None:
         state, _ = train(train.init(one.clone()), one)
         before = ltx.psum(one).item()  # agreed: a fork needn't compare it any more
 
-        def collective() -> None:
-            end.send([_refused(call) for call in calls])
-
         calls = [
             lambda: ltx.psum(torch.tensor(100.0)),
             lambda: ltx.pmax(one),
@@ -51,7 +48,7 @@ def test_a_fork_is_refused_by_name(ranks: Ranks, tmp_path: Path) -> None:
             lambda: ltx.init(),
         ]
         mine, end = get_context("fork").Pipe(duplex=False)
-        child = get_context("fork").Process(target=collective)
+        child = get_context("fork").Process(target=lambda: end.send([_refused(call) for call in calls]))
         child.start()
         assert mine.poll(60), "the fork hangs"
         told = mine.recv()

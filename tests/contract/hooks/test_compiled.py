@@ -78,24 +78,26 @@ def run(gradient: Callable[..., Any], params: Params, state: Any, batches: list[
     return found, state.leaves, state.checked_step()
 
 
+def by_func(step: Any) -> Callable[[Params, Any, Tensor], Any]:
+    return lambda params, state, x: torch.func.grad(step)(ltx.Synced(params, state), x)
+
+
+def by_ltx(step: Any) -> Callable[[Params, Any, Tensor], Any]:
+    return lambda params, state, x: ltx.grad(step)(params, x, sync_state=state)
+
+
 @pytest.mark.parametrize(("backend", "name"), CASES)
 def test_equals_eager(backend: str, name: str, ranks: Ranks) -> None:
     params, x = parameters(), torch.randn(2, STEPS, 4, 6).double()
     step = ltx.data_parallel(loss, strategy_of(EXAMPLES[name]))
 
-    def by_func(params: Params, state: Any, x: Tensor) -> Any:
-        return torch.func.grad(step)(ltx.Synced(params, state), x)
-
-    def by_ltx(params: Params, state: Any, x: Tensor) -> Any:
-        return ltx.grad(step)(params, x, sync_state=state)
-
-    ways = (by_func, by_ltx) if name in BOTH_WAYS else (by_ltx,)
+    ways = (by_func(step), by_ltx(step)) if name in BOTH_WAYS else (by_ltx(step),)
 
     def on_rank() -> Any:
         from torch._dynamo.utils import counters
 
         mine = list(x[ltx.world().rank])
-        eager = run(by_ltx, params, step.init(params), mine)
+        eager = run(by_ltx(step), params, step.init(params), mine)
         torch._dynamo.reset()
         counters.clear()
         compiled = [
@@ -121,10 +123,7 @@ def test_equals_eager(backend: str, name: str, ranks: Ranks) -> None:
 def test_alone(name: str) -> None:
     params, x = parameters(), torch.randn(STEPS, 4, 6).double()
     step = ltx.data_parallel(loss, strategy_of(EXAMPLES[name]))
-
-    def gradient(params: Params, state: Any, x: Tensor) -> Any:
-        return torch.func.grad(step)(ltx.Synced(params, state), x)
-
+    gradient = by_func(step)
     compiled = run(torch.compile(gradient, backend="aot_eager", fullgraph=True), params, step.init(params), list(x))
     torch.testing.assert_close(compiled, run(gradient, params, step.init(params), list(x)), rtol=0, atol=0)
 
@@ -136,12 +135,7 @@ def test_simulated(name: str) -> None:
 
     params, x = parameters(), torch.randn(STEPS, 3, 4, 6).double()
     step = ltx.data_parallel(loss, strategy_of(EXAMPLES[name]))
-
-    def gradient(params: Params, state: Any, x: Tensor) -> Any:
-        return ltx.vmap(lambda p, s, x: torch.func.grad(step)(ltx.Synced(p, s), x), in_dims=(None, 0, 0))(
-            params, state, x
-        )
-
+    gradient = ltx.vmap(by_func(step), in_dims=(None, 0, 0))
     state = ltx.tree.map(lambda t: torch.stack([t] * 3), step.init(params))
     counters.clear()
     compiled = run(torch.compile(gradient, backend="aot_eager", fullgraph=True), params, state, list(x))
@@ -178,10 +172,7 @@ def test_what_isnt_finite_arrives_by_inductor() -> None:
     step = ltx.data_parallel(lambda w, x: (w * x).sum(), strategy_of(hooks.RandomK(0.1, error_feedback=False)))
     state, w = step.init(torch.ones(20)), torch.ones(20)
 
-    def gradients(x: Tensor) -> Tensor:
-        return ltx.vmap(lambda x: ltx.grad(step)(w, x, sync_state=state)[0])(x)
-
-    compiled = torch.compile(gradients, fullgraph=True)
+    compiled = torch.compile(lambda x: ltx.vmap(lambda x: ltx.grad(step)(w, x, sync_state=state)[0])(x), fullgraph=True)
     for place in range(20):
         for value in (float("nan"), float("inf")):
             x = torch.ones(2, 20)
@@ -244,11 +235,7 @@ def test_a_schedule_that_is_over_can_be_compiled() -> None:
     hook = hooks.after(2, hooks.OneBit(block=16))
     params, x = parameters(), torch.randn(4, 4, 6).double()
     step = ltx.data_parallel(loss, strategy_of(hook))
-
-    def gradient(params: Params, state: Any, x: Tensor) -> Any:
-        return ltx.grad(step)(params, x, sync_state=state)
-
-    state = step.init(params)
+    gradient, state = by_ltx(step), step.init(params)
     for t in range(2):
         _, state = gradient(params, state, x[t])
     compiled = run(torch.compile(gradient, backend="aot_eager", fullgraph=True), params, state, list(x[2:]))

@@ -14,7 +14,7 @@ from ltx.errors import LtxError, StrategyError
 from ltx.hooks import error_feedback, from_functions
 from tests.contract.hooks.table import quarter, spread
 from tests.kinds import Ranks
-from tests.train_on import said
+from tests.train_on import refuses, said
 
 
 def reduced(hook: Any, steps: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,8 +91,7 @@ def test_refused(compress: Any, decompress: Any, text: str) -> None:
         reduced: Tensor = ltx.vmap(lambda x: ltx.sync_gradients(x, strategy)[0])(torch.randn(2, 8))
         return reduced
 
-    with pytest.raises(StrategyError, match=re.escape(text)):
-        run()
+    refuses(StrategyError, re.escape(text), run)
 
 
 def test_is_a_value() -> None:

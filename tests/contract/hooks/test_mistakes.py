@@ -11,6 +11,8 @@ import ltx
 from ltx.errors import CallFailedError, StrategyError
 from ltx.hooks import BucketInput, CollectiveRequest, CommHook
 from tests.kinds import Ranks
+from tests.train_on import refuses, trained
+from tests.twins.training import sgd
 
 
 class Wrong(CommHook):
@@ -130,20 +132,14 @@ def train(hook: CommHook, x: torch.Tensor) -> torch.Tensor:
         return (params["w"] * x).sum() + params["b"].sum()
 
     step = ltx.data_parallel(loss, ltx.DDPStrategy(comm_hook=hook))
-    steps = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
-    state = steps.init({"w": torch.ones(5), "b": torch.zeros(3)})
-    for _ in range(3):
-        state, _ = steps(state, x)
-    return state.params["w"]
+    return trained(step, sgd(0.1), {"w": torch.ones(5), "b": torch.zeros(3)}, [x] * 3).params["w"]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda cls: cls.__name__)
 def test_a_mistake_is_named(mistake: type[CommHook], ranks: Ranks, seed: int) -> None:
     hook, x = mistake(), torch.randn(2, 5)
-    with pytest.raises(StrategyError, match=MISTAKES[mistake]):
-        ltx.vmap(lambda x: train(hook, x))(x)
-    with pytest.raises(CallFailedError, match=MISTAKES[mistake]):
-        ranks(2).run(lambda: train(hook, x[ltx.world().rank]))
+    refuses(StrategyError, MISTAKES[mistake], ltx.vmap(lambda x: train(hook, x)), x)
+    refuses(CallFailedError, MISTAKES[mistake], ranks(2).run, lambda: train(hook, x[ltx.world().rank]))
     assert ranks(2).run(lambda: train(WithState(), x[0])).replicated().shape == (5,)  # the ranks live on
 
 
@@ -156,8 +152,7 @@ def test_a_mistake_is_named_in_a_graph(mistake: type[CommHook], ranks: Ranks, se
         return torch.compile(lambda p, x: ltx.grad(step)(p, x)["w"], backend="aot_eager", fullgraph=True)(params, x)
 
     x = torch.randn(5)
-    with pytest.raises(CallFailedError, match=MISTAKES[mistake]):
-        ranks(2).run(run)
+    refuses(CallFailedError, MISTAKES[mistake], ranks(2).run, run)
 
 
 class Alternating(CommHook):

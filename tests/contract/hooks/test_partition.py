@@ -15,6 +15,8 @@ from ltx import hooks
 from ltx.errors import StrategyError
 from tests.kinds import Params, Ranks
 from tests.sent import sent
+from tests.train_on import refuses, trained
+from tests.twins.training import sgd
 
 SHAPES = {"embed": (40, 8), "first": (12, 10), "bias": (10,), "last": (10, 30)}
 BY_NAME = hooks.partition({"embed": hooks.FP16(), "*s*": hooks.ByteGrad(), "*": hooks.AllReduce()})
@@ -66,11 +68,7 @@ def test_a_part_of_them_is_exchanged(ranks: Ranks) -> None:
 
     def run(hook: hooks.CommHook) -> Params:
         strategy = ltx.DiLoCoStrategy(2, outer_hook=hook, fragments=2)
-        train = ltx.train_step(ltx.data_parallel(loss, strategy), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
-        state = train.init(start())
-        for _ in range(2):
-            state, _ = train(state, torch.tensor(0.3 + int(ltx.axis_index())))
-        return state.params
+        return trained(loss, sgd(0.1), start(), [torch.tensor(0.3 + int(ltx.axis_index()))] * 2, strategy).params
 
     (found, *_), (exact, *_), (rounded, *_) = (ranks(2).run(run, h) for h in (outer, outer.hooks[1], outer.hooks[0]))
     assert all(torch.equal(found[name], (rounded if name == "embed" else exact)[name]) for name in SHAPES)
@@ -133,8 +131,7 @@ def test_patterns_have_to_fit_in_a_world_of_one_too(name: str, way: str) -> None
         "backward": lambda: step({k: p.requires_grad_() for k, p in start().items()}, x),
         "train_step": lambda: train(train.init(start()), x),
     }
-    with pytest.raises(StrategyError, match=text):
-        calls[way]()
+    refuses(StrategyError, text, calls[way])
     assert step(start(), x).isfinite(), "without a gradient there is nothing to choose"
 
 
@@ -150,8 +147,7 @@ def test_patterns_that_dont_fit(text: str) -> None:
     with pytest.raises(StrategyError, match=text):
         ltx.grad(ltx.data_parallel(loss, ltx.DDPStrategy(comm_hook=hook)))(start(), torch.ones(()))
     step = ltx.data_parallel(loss, ltx.DiLoCoStrategy(2, outer_hook=hook))
-    with pytest.raises(StrategyError, match=text):
-        ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1)).init(start())
+    refuses(StrategyError, text, ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1)).init, start())
 
 
 def test_it_isnt_for_ddp() -> None:

@@ -16,7 +16,8 @@ from ltx.strategies import States, StepInfo
 from ltx.typing import Tree
 from tests.kinds import Ranks
 from tests.sent import sent
-from tests.train_on import go_on
+from tests.train_on import go_on, refuses
+from tests.twins.training import sgd
 
 FED = hooks.error_feedback
 EXACT = hooks.AllReduce()
@@ -98,10 +99,7 @@ def test_the_one_in_force_sends(name: str, seed: int) -> None:
 
 def test_an_exchange_takes_the_one_in_force(seed: int) -> None:
     hook = hooks.after(1, hooks.Noop())
-    train = ltx.train_step(
-        ltx.data_parallel(lambda w, x: (w * x).sum(), Sharing(comm_hook=hook)),
-        ltx.optim.from_torch(torch.optim.SGD, lr=0.1),
-    )
+    train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum(), Sharing(comm_hook=hook)), sgd(0.1))
     x, start = torch.randn(2, 5), torch.randn(5)
 
     def two(x: Tensor) -> Tensor:
@@ -127,8 +125,7 @@ WRONG = {
 
 @pytest.mark.parametrize("text", WRONG)
 def test_combinations_that_cannot_work(text: str) -> None:
-    with pytest.raises(StrategyError, match=text):
-        WRONG[text]()
+    refuses(StrategyError, text, WRONG[text])
 
 
 def test_hooks_that_would_share_a_tensor_have_one_shape_of_it() -> None:

@@ -25,7 +25,7 @@ from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction, to_to
 from tests import inside
 from tests.contract.hooks.table import HOOKS, MOST
 from tests.kinds import OnNewAxis, Params, Ranks
-from tests.train_on import said
+from tests.train_on import refuses, said
 
 MIB = 1 << 20
 
@@ -380,10 +380,8 @@ def test_what_states_are_refused(ranks: Ranks, seed: int) -> None:
         ({"step": 1}, r"got \['step'\]"),
         ({"step": 1, "params": {"w": {}}}, r"parameters \['w'\], which aren't among names="),
     ):
-        with pytest.raises(SyncStateError, match=text):
-            hook.load_state_dict(state)  # type: ignore[arg-type]
-    with pytest.raises(HookError, match=r"takes an ltx.hooks.CommHook, got str"):
-        to_torch("fp16")  # type: ignore[arg-type]
+        refuses(SyncStateError, text, hook.load_state_dict, state)
+    refuses(HookError, r"takes an ltx.hooks.CommHook, got str", to_torch, "fp16")
 
 
 @pytest.mark.full
@@ -445,12 +443,8 @@ def test_a_pass_that_the_program_leaves(on_new_axis: OnNewAxis, seed: int) -> No
         ddp = DistributedDataParallel(net, **how)
         ddp.register_comm_hook(group, hook)
 
-        def fail(_: Any) -> None:
-            hook.load_state_dict({"step": 7, "params": {}})
-
-        net.layers[1].weight.register_hook(fail)
-        with pytest.raises(SyncStateError, match="a backward pass is under way"):
-            ddp(batch(seed, 0)).backward()
+        net.layers[1].weight.register_hook(lambda _: hook.load_state_dict({"step": 7, "params": {}}))
+        refuses(SyncStateError, "a backward pass is under way", ddp(batch(seed, 0)).backward)
         hook.load_state_dict({"step": 7, "params": {}})
         ltx.init()
         group = inside.resolve(None).comm.group

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import ltx
 from tests.contract.models.zoo import LENGTH, MODELS, Batch
 from tests.kinds import Params
+from tests.train_on import go_on
 
 STEPS, SAMPLES, RANKS = 4, 4, 2
 ADAMW: dict[str, Any] = {"lr": 1e-2, "eps": 1e-4}  # some gradients are zero but for rounding, which AdamW blows up
@@ -71,17 +72,10 @@ def by_ltx(name: str, variant: str, module: nn.Module, steps: list[list[Batch | 
     if variant == "checkpoint":
         module.gradient_checkpointing_enable({"use_reentrant": False})
     train = ltx.train_step(transformed(variant, loss_of(name, variant, module)), optimizer())
-    state, losses = train.init(params, buffers), []
     mine = [batch for step in steps if (batch := step[rank]) is not None]
-    if variant == "uneven":
-        for batch, weight in ltx.uneven(mine):
-            state, metrics = train(state, batch, weight)
-            losses.append(metrics.loss.item())
-    else:
-        for batch in mine:
-            state, metrics = train(state, batch)
-            losses.append(metrics.loss.item())
-    return Trained(losses, {**dict(module.named_parameters()), **state.params}, state.buffers or {})
+    found = go_on(train, train.init(params, buffers), ltx.uneven(mine) if variant == "uneven" else mine)
+    params = {**dict(module.named_parameters()), **found.params}
+    return Trained(found.losses.tolist(), params, found.state.buffers or {})
 
 
 def optimizer() -> ltx.optim.Optimizer:

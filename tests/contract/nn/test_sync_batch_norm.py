@@ -20,7 +20,7 @@ from ltx.nn import SyncBatchNorm, convert_sync_batch_norm, sync_batch_norm
 from tests import train_on
 from tests.inside import close_axis, resolve
 from tests.kinds import Ranks
-from tests.train_on import said
+from tests.train_on import refuses, said
 
 C = 3
 
@@ -286,8 +286,7 @@ def test_less_than_two_values(sizes: tuple[int, int], ranks: Ranks) -> None:
 
     text = f"expected more than one value per channel when training, got {sum(sizes)} on all ranks together."
     assert text in ranks(2).run(run).replicated()
-    with pytest.raises(InputError, match="more than one value per channel"):
-        sync_batch_norm(torch.ones(1, C), None, None)
+    refuses(InputError, "more than one value per channel", sync_batch_norm, torch.ones(1, C), None, None)
     with pytest.raises(InputError, match="more than one value per channel"):
         torch.func.grad(lambda x: sync_batch_norm(x, None, None)[0].sum())(torch.ones(1, C))
 
@@ -312,8 +311,7 @@ def test_channels_that_differ_between_ranks(ranks: Ranks) -> None:
     ],
 )
 def test_arguments_that_do_not_fit(args: Any, kwargs: Any, text: str) -> None:
-    with pytest.raises((InputError, UnsupportedError), match=text):
-        sync_batch_norm(*args, **kwargs)
+    refuses((InputError, UnsupportedError), text, sync_batch_norm, *args, **kwargs)
 
 
 # --- modules ---------------------------------------------------------------------------------------------------------
@@ -461,8 +459,7 @@ class Own(nn.BatchNorm1d):
 def test_other_batch_norms(kind: nn.Module) -> None:
     with pytest.raises(UnsupportedError, match=r"convert_sync_batch_norm: '1' is a (Own|LazyBatchNorm1d), which isn't"):
         convert_sync_batch_norm(nn.Sequential(nn.Linear(2, 2), kind))
-    with pytest.raises(TreeError, match=r"takes a torch\.nn\.Module, got dict"):
-        convert_sync_batch_norm({})  # type: ignore[arg-type]
+    refuses(TreeError, r"takes a torch\.nn\.Module, got dict", convert_sync_batch_norm, {})
 
 
 @pytest.mark.parametrize("momentum", [0.1, None], ids=["momentum", "cumulative"])
@@ -524,15 +521,10 @@ def trained(module: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Any:
 
 
 def bare_loop(module: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Any:
-    optimizer, losses = torch.optim.SGD(module.parameters(), lr=0.1), []
-    for x, y in batches:
-        loss = (module(x) - y).square().sum() / len(x)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    losses = train_on.loop_of_torch(optimizer, lambda x, y: (module(x) - y).square().sum() / len(x), batches)
     params = {name: p.detach() for name, p in module.named_parameters()}
-    return torch.stack(losses), params, dict(module.named_buffers())
+    return losses, params, dict(module.named_buffers())
 
 
 @pytest.mark.full(but=1)
@@ -633,8 +625,6 @@ def test_timms_batch_norm_with_its_activation(ranks: Ranks, seed: int) -> None:
 
     torch.testing.assert_close(run(), want.detach())
     torch.testing.assert_close(torch.cat(list(ranks(2).run(run))), want.detach())
-    with pytest.raises(UnsupportedError, match=r"'0' is a Squared, which isn't"):
-        convert_sync_batch_norm(nn.Sequential(Squared(2)))
+    refuses(UnsupportedError, r"'0' is a Squared, which isn't", convert_sync_batch_norm, nn.Sequential(Squared(2)))
     nn.utils.parametrize.register_parametrization(net[1], "weight", nn.Identity())
-    with pytest.raises(UnsupportedError, match=r"'1' is a ParametrizedBatchNormAct2d, which isn't"):
-        convert_sync_batch_norm(net)
+    refuses(UnsupportedError, r"'1' is a ParametrizedBatchNormAct2d, which isn't", convert_sync_batch_norm, net)

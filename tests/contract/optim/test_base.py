@@ -15,6 +15,7 @@ import ltx
 from ltx.errors import LtxError, OptimError
 from ltx.optim import Optimizer, apply_updates, from_functions, from_torch
 from tests.contract.optim.cases import FUSED_CASES, Case, same_bits
+from tests.train_on import refuses
 
 
 class Trace(NamedTuple):
@@ -90,8 +91,7 @@ def test_protocol_is_abstract() -> None:
         def init(self, params: Any) -> Tensor:
             return torch.zeros(())
 
-    with pytest.raises(TypeError, match="update"):
-        Half()  # type: ignore[abstract]
+    refuses(TypeError, "update", Half)
 
 
 class Transformation(NamedTuple):
@@ -166,8 +166,7 @@ def test_torchopts_signature(ranks: Callable[[int], ltx.Pool]) -> None:
     ],
 )
 def test_refused_when_made(cls: Any, kwargs: dict[str, Any], text: str) -> None:
-    with pytest.raises(OptimError, match=re.escape(text)):
-        from_torch(cls, **kwargs)
+    refuses(OptimError, re.escape(text), from_torch, cls, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -199,16 +198,14 @@ def test_refused_when_made(cls: Any, kwargs: dict[str, Any], text: str) -> None:
     ],
 )
 def test_refused_parameters(cls: Any, kwargs: dict[str, Any], leaf: Any, text: str) -> None:
-    with pytest.raises(LtxError, match=re.escape(text)):
-        from_torch(cls, **kwargs).init({"layers": [torch.ones(2, 2), leaf]})
+    refuses(LtxError, re.escape(text), from_torch(cls, **kwargs).init, {"layers": [torch.ones(2, 2), leaf]})
 
 
 def test_sparse_adam_wants_sparse_gradients() -> None:
     params = {"table": torch.ones(2, 2)}
     optimizer = from_torch(SparseAdam)
     text = "from_torch(SparseAdam): the gradient of leaf 'table' is dense, but SparseAdam takes sparse gradients only"
-    with pytest.raises(OptimError, match=re.escape(text)):
-        optimizer.apply(params, optimizer.init(params), params)
+    refuses(OptimError, re.escape(text), optimizer.apply, params, optimizer.init(params), params)
 
 
 def test_capturable_is_passed_on() -> None:

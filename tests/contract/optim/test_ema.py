@@ -16,7 +16,8 @@ from ltx.errors import OptimError, StrategyError
 from ltx.optim import averaged, chain, clip_by_global_norm, ema, from_torch, partition
 from tests.contract.optim.cases import clone, same_bits
 from tests.kinds import Ranks
-from tests.train_on import trained
+from tests.train_on import refuses, trained
+from tests.twins.training import sgd
 
 adamw = from_torch(AdamW, lr=1e-2)
 
@@ -31,7 +32,7 @@ def test_as_torchs(donate: bool, seed: int) -> None:
     params = {name: p.detach().clone() for name, p in net.named_parameters()}
     model = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     model.update_parameters(net)  # its first call copies
-    optimizer, made = SGD(net.parameters(), lr=0.1), ema(from_torch(SGD, lr=0.1), 0.9)
+    optimizer, made = SGD(net.parameters(), lr=0.1), ema(sgd(0.1), 0.9)
     state = made.init(params)
     for _ in range(3):
         for p in net.parameters():
@@ -48,7 +49,7 @@ def test_as_torchs(donate: bool, seed: int) -> None:
 
 
 def test_update_averages_what_the_parameters_become(seed: int) -> None:
-    made, params = ema(from_torch(SGD, lr=0.5), 0.5), {"w": torch.randn(3)}
+    made, params = ema(sgd(0.5), 0.5), {"w": torch.randn(3)}
     updates, state = made.update({"w": torch.ones(3)}, made.init(params), params)
     torch.testing.assert_close(averaged(state)["w"], params["w"] + 0.5 * updates["w"])
 
@@ -56,13 +57,11 @@ def test_update_averages_what_the_parameters_become(seed: int) -> None:
 LABELS = {"bias": "0", "*": "1"}
 #: Each group's average of its own, at any depth; with what one optimizer of all would have.
 IN_GROUPS = {
-    "one decay": partition({"0": ema(from_torch(SGD, lr=0.1), 0.8), "1": ema(adamw, 0.8)}, LABELS),
-    "in a chain": chain(
-        clip_by_global_norm(1e6), partition({"0": ema(from_torch(SGD, lr=0.1), 0.8), "1": ema(adamw, 0.8)}, LABELS)
-    ),
+    "one decay": partition({"0": ema(sgd(0.1), 0.8), "1": ema(adamw, 0.8)}, LABELS),
+    "in a chain": chain(clip_by_global_norm(1e6), partition({"0": ema(sgd(0.1), 0.8), "1": ema(adamw, 0.8)}, LABELS)),
     "nested": partition(
         {
-            "0": ema(from_torch(SGD, lr=0.1), 0.8),
+            "0": ema(sgd(0.1), 0.8),
             "1": partition({"w": ema(chain(clip_by_global_norm(1e6), adamw), 0.8)}, {"*": "w"}),
         },
         LABELS,
@@ -73,7 +72,7 @@ IN_GROUPS = {
 def in_groups(name: str, overlap: Any) -> tuple[Any, Any]:
     first, x = ltx.broadcast(({"weight": torch.randn(3, 4), "bias": torch.randn(3)}, torch.randn(8, 4)))
     found = []
-    for made in (IN_GROUPS[name], ema(partition({"0": from_torch(SGD, lr=0.1), "1": adamw}, LABELS), 0.8)):
+    for made in (IN_GROUPS[name], ema(partition({"0": sgd(0.1), "1": adamw}, LABELS), 0.8)):
         state, _ = trained(ltx.data_parallel(loss_fn), made, clone(first), [ltx.shard(x)] * 3, overlap=overlap)
         found.append(dict(averaged(state.opt_state)))
     return found[0], found[1]
@@ -91,8 +90,7 @@ def test_groups_without_an_average_and_frozen_parameters(seed: int) -> None:
     some = partition({"0": adamw, "1": ema(adamw, 0.9)}, LABELS)
     for made, of in ((some, lambda s: s), (chain(clip_by_global_norm(1.0), some), lambda s: s[1])):
         state = made.init(params)
-        with pytest.raises(OptimError, match=r"the parameters of '0' have no average, .* ema\(partition"):
-            averaged(state)
+        refuses(OptimError, r"the parameters of '0' have no average, .* ema\(partition", averaged, state)
         assert same_bits(averaged(of(state)["1"]), {"weight": params["weight"], "bias": None})
     frozen = {"weight": params["weight"], "bias": None}
     each = partition({"0": ema(adamw, 0.9), "1": ema(adamw, 0.9)}, LABELS)
@@ -101,8 +99,7 @@ def test_groups_without_an_average_and_frozen_parameters(seed: int) -> None:
 
 def test_averages_of_other_trees_are_not_put_together(seed: int) -> None:
     states = [ema(adamw, 0.9).init({name: torch.zeros(1)}) for name in "ab"]
-    with pytest.raises(OptimError, match="holds 2 averages, which aren't of groups of one tree"):
-        averaged(states)
+    refuses(OptimError, "holds 2 averages, which aren't of groups of one tree", averaged, states)
 
 
 def test_is_found_wherever_it_is_and_refused_where_it_cant_be(seed: int) -> None:
@@ -112,13 +109,9 @@ def test_is_found_wherever_it_is_and_refused_where_it_cant_be(seed: int) -> None
     assert repr(made) == "ema(from_torch(torch.optim.AdamW, lr=0.01), 0.9)"
     inside = partition({"0": made}, {"*": "0"})
     assert same_bits(averaged(inside.init(params)), params)
-    with pytest.raises(OptimError, match="holds no average"):
-        averaged(adamw.init(params))
-    with pytest.raises(OptimError, match=r"decay must be from 0 to 1, got 1\.5"):
-        ema(adamw, 1.5)
-    with pytest.raises(OptimError, match="expected an optimizer"):
-        ema(AdamW, 0.9)  # type: ignore[arg-type]
-    with pytest.raises(OptimError, match="must come last"):
-        chain(made, clip_by_global_norm(1.0))
+    refuses(OptimError, "holds no average", averaged, adamw.init(params))
+    refuses(OptimError, r"decay must be from 0 to 1, got 1\.5", ema, adamw, 1.5)
+    refuses(OptimError, "expected an optimizer", ema, AdamW, 0.9)
+    refuses(OptimError, "must come last", chain, made, clip_by_global_norm(1.0))
     with pytest.raises(StrategyError, match="ZeroStrategy needs an elementwise update"):
         ltx.train_step(ltx.data_parallel(loss_fn, ltx.ZeroStrategy()), made)

@@ -30,7 +30,7 @@ from ltx.optim import (
 from tests.contract.optim.cases import same_bits
 from tests.contract.optim.test_opaque import Lion
 from tests.kinds import Ranks
-from tests.train_on import trained
+from tests.train_on import refuses, trained
 
 
 class Row(NamedTuple):
@@ -364,5 +364,4 @@ STEP = ltx.data_parallel(lambda w, x: (w * x).sum())
     ],
 )
 def test_refused(make: Any, text: str) -> None:
-    with pytest.raises(LtxError, match=re.escape(text)):
-        make()
+    refuses(LtxError, re.escape(text), make)

@@ -13,6 +13,7 @@ from ltx.errors import OptimError, StrategyError, UnsupportedError
 from ltx.optim import add_noise, chain, from_torch, partition
 from tests.contract.optim.cases import same_bits
 from tests.kinds import Ranks
+from tests.train_on import go_on, refuses
 
 noisy = add_noise(0.5, seed=3)
 PARAMS = {
@@ -60,10 +61,8 @@ def test_real_and_simulated_ranks_stay_alike(ranks: Ranks) -> None:
     train = ltx.train_step(ltx.data_parallel(lambda p, x: (p["w"] * x).sum()), made)
 
     def trained() -> Any:
-        x, state = torch.tensor([1.0, 2.0]) + ltx.world().rank, train.init({"w": torch.zeros(2)})
-        for _ in range(3):
-            state, _ = train(state, x)
-        return dict(state.params)
+        x = torch.tensor([1.0, 2.0]) + ltx.world().rank
+        return dict(go_on(train, train.init({"w": torch.zeros(2)}), [x] * 3).params)
 
     params = ranks(2).run(trained).replicated()
     state = train.init({"w": torch.zeros(2)})
@@ -76,10 +75,8 @@ def test_real_and_simulated_ranks_stay_alike(ranks: Ranks) -> None:
 
 
 def test_refused() -> None:
-    with pytest.raises(OptimError, match="std must be a finite number of at least 0, got -1"):
-        add_noise(-1.0, 0)
-    with pytest.raises(OptimError, match="seed"):
-        add_noise(1.0, None)  # type: ignore[arg-type]
+    refuses(OptimError, "std must be a finite number of at least 0, got -1", add_noise, -1.0, 0)
+    refuses(OptimError, "seed", add_noise, 1.0, None)
     with pytest.raises(StrategyError, match="ZeroStrategy needs an elementwise update"):
         ltx.train_step(ltx.data_parallel(sum, ltx.ZeroStrategy()), chain(noisy, from_torch(torch.optim.SGD)))
 

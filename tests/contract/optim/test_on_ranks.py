@@ -18,6 +18,7 @@ from tests.contract.optim.test_chain import LEAFWISE
 from tests.contract.optim.test_opaque import Lion
 from tests.contract.optim.test_partition import BIASES, grouped, loss_fn, problem
 from tests.kinds import Params, Ranks
+from tests.train_on import go_on, refuses
 
 STEPS = 4
 adamw, sgd = from_torch(AdamW, lr=1e-2), from_torch(SGD, lr=0.1, momentum=0.9)
@@ -72,9 +73,7 @@ def by_hand(name: str, params: Params, x: Tensor, y: Tensor) -> Any:
 
 def trained(name: str, strategy: str, overlap: Any, params: Params, *batch: Tensor) -> Any:
     train = ltx.train_step(ltx.data_parallel(loss_fn, STRATEGIES[strategy]), OPTIMIZERS[name], overlap=overlap)
-    state = train.init(params)
-    for _ in range(STEPS):
-        state, _ = train(state, *batch)
+    state, _ = go_on(train, train.init(params), [batch] * STEPS)
     return seen(state.params, state.opt_state)
 
 
@@ -129,8 +128,7 @@ def begun(pair: tuple[ltx.optim.Optimizer, ...], strategy: ltx.Strategy) -> Tens
 
 
 def fails(pair: tuple[ltx.optim.Optimizer, ...], match: str) -> None:
-    with pytest.raises(RankMismatchError, match=f"disagree on train.init, its arguments: {match}"):
-        begun(pair, ltx.DDPStrategy())
+    refuses(RankMismatchError, f"disagree on train.init, its arguments: {match}", begun, pair, ltx.DDPStrategy())
     begun((sgd, sgd), ltx.DDPStrategy())  # and the axis works
     begun((from_torch(SGD, lr=lambda n: 0.1),) * 2, ltx.ZeroStrategy())
 

@@ -11,6 +11,7 @@ import torch
 import ltx
 from ltx import hooks
 from ltx.errors import InputError
+from tests.train_on import refuses
 
 NET = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.BatchNorm1d(30), torch.nn.Linear(30, 3))
 
@@ -55,7 +56,6 @@ def test_alone_and_what_cannot_be() -> None:
     assert set(sent.values()) == {0.0}
     candidates = steps()
     for wrong in (({}, None), (candidates, NET)):
-        with pytest.raises(InputError, match="compare takes train steps by name and a state, got"):
-            ltx.profile.compare(*wrong)  # type: ignore[arg-type]
+        refuses(InputError, "compare takes train steps by name and a state, got", ltx.profile.compare, *wrong)
     with pytest.raises(InputError, match="compare: steps must be a whole number of at least 1, got 0"):
         ltx.profile.compare(candidates, candidates["ddp"].init(dict(NET.named_parameters())), steps=0)

@@ -22,6 +22,7 @@ from ltx.errors import DeadlockDetectedError, StepError, TreeError, UnusedParame
 from ltx.optim import from_torch
 from tests import train_on
 from tests.kinds import Ranks
+from tests.train_on import refuses
 from tests.twins.cases import Params, seeded
 
 SGD = from_torch(torch.optim.SGD, lr=0.5)
@@ -218,8 +219,7 @@ def test_in_a_backward_pass_of_somebody_else_it_raises(ranks: Ranks, seed: int, 
 def test_without_a_step_too(seed: int) -> None:
     net, params, (x, *_) = problem(seed, "adjoint")
     params = {name: p.requires_grad_() for name, p in params.items()}
-    with pytest.raises(StepError, match=AGAIN):
-        ltx.functional_call(net, params, (x,)).backward()
+    refuses(StepError, AGAIN, ltx.functional_call(net, params, (x,)).backward)
     twin, *_ = problem(seed, "plain")
     net.checkpoints = False
     ltx.functional_call(twin, params, (x,)).backward()
@@ -273,10 +273,8 @@ def test_several_calls_in_one_step(ranks: Ranks, seed: int, kind: str) -> None:
             torch.testing.assert_close(of(two_modules, seed, kind), of(two_modules, seed, "plain"))
         for step in (two_batches, teacher):
             torch.testing.assert_close(of(step, seed, kind), of(step, seed, "plain"))
-        with pytest.raises(StepError, match=AGAIN + r"several sets of tensors.* copy\.deepcopy"):
-            of(two_sets, seed, kind)
-        with pytest.raises(StepError, match=AGAIN + r"has its own tensors there"):
-            of(inner_loop, seed, kind)
+        refuses(StepError, AGAIN + r"several sets of tensors.* copy\.deepcopy", of, two_sets, seed, kind)
+        refuses(StepError, AGAIN + r"has its own tensors there", of, inner_loop, seed, kind)
 
     every()
     ranks(2).run(every)
@@ -292,8 +290,7 @@ def test_tensors_that_nobody_keeps(ranks: Ranks, seed: int) -> None:
     def every() -> None:
         torch.testing.assert_close(of(step, seed, "adjoint"), of(step, seed, "plain"))  # it saves them
         told = (StepError, DeadlockDetectedError)  # of this rank or of the other
-        with pytest.raises(told, match=r"was given a 'blocks.*' that nobody has kept since"):
-            of(step, seed, "reversible")
+        refuses(told, r"was given a 'blocks.*' that nobody has kept since", of, step, seed, "reversible")
 
     every()
     ranks(2).run(every)
@@ -313,8 +310,7 @@ def test_errors_and_interrupts_leave_the_module_as_it_was(ranks: Ranks, seed: in
                 first.register_hook(interrupt)
                 return ltx.functional_call(net, {**p, "first.weight": first}, (x,))
 
-            with pytest.raises(error, match="now"):
-                of(step, seed, "reversible")
+            refuses(error, "now", of, step, seed, "reversible")
 
     every()
     torch.testing.assert_close(of(two_batches, seed, "adjoint"), of(two_batches, seed, "plain"))
@@ -399,11 +395,9 @@ def test_hooks_of_parameters(ranks: Ranks, hook: str, call: str) -> None:
                     StepError, match=r"'weight'.* has hooks \(register_hook\).*grads\[\"name\"\] \* mask"
                 ):
                     grad(step())(params, x)
-        with pytest.raises(TreeError, match=r"'weight' has hooks"):
-            ltx.train_step(step(), SGD).init(own)
+        refuses(TreeError, r"'weight' has hooks", ltx.train_step(step(), SGD).init, own)
         train = ltx.train_step(step(), SGD)
-        with pytest.raises(StepError, match=r"'weight'.* has hooks.*ltx\.optim\.chain"):
-            train(train.init(detached), x)
+        refuses(StepError, r"'weight'.* has hooks.*ltx\.optim\.chain", train, train.init(detached), x)
         step()(own, x).backward()  # here they are called
         assert torch.equal(net.weight.grad, 4 * MASK)  # type: ignore[arg-type]
         if call == "ltx":

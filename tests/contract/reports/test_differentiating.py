@@ -63,10 +63,7 @@ def torchs(case: Case, params: Params, xs: Tensor, rate: float | None = None) ->
     for x in xs:
         leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
         optimizer = case.cls(leaves.values(), **case.kwargs | ({} if rate is None else {"lr": rate}))
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            loss(leaves, x).backward()
-            optimizer.step()
+        train_on.loop_of_torch(optimizer, loss, [(leaves, x)] * STEPS)
         total += loss(leaves, x + 1).item() / len(xs)
     return total
 

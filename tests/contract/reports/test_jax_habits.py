@@ -11,6 +11,7 @@ from torch import Tensor
 
 import ltx
 from ltx.errors import ArgumentError, LtxError
+from tests.train_on import refuses
 
 X = torch.arange(8.0).view(2, 4)
 SWAP = [(0, 1), (1, 0)]
@@ -73,13 +74,11 @@ CALLS: dict[str, tuple[Callable[[Tensor], Any], str, Callable[[Tensor], Any]]] =
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_of_jax_name_the_call_to_write(name: str, ranks: Callable[[int], ltx.Pool]) -> None:
     wrong, text, right = CALLS[name]
-    with pytest.raises(LtxError, match=text):
-        ltx.vmap(wrong)(X)
+    refuses(LtxError, text, ltx.vmap(wrong), X)
     expected = ltx.vmap(right)(X)
 
     def on_rank() -> Tensor:
-        with pytest.raises(LtxError, match=text):
-            wrong(X[ltx.world().rank])
+        refuses(LtxError, text, wrong, X[ltx.world().rank])
         return right(X[ltx.world().rank])
 
     if name in ("all_gather axis", "ppermute"):
@@ -90,8 +89,7 @@ def test_vmap_by_jax_names() -> None:
     with pytest.raises(ArgumentError, match=r"vmap: in_axes=0 is no argument\. JAX's in_axes= is in_dims= here"):
         ltx.vmap(lambda x: x, in_axes=0)  # type: ignore[call-arg]
     # What isn't JAX's name for anything here stays Python's error.
-    with pytest.raises(TypeError, match="unexpected keyword argument 'axes'"):
-        ltx.vmap(lambda x: x, axes=0)  # type: ignore[call-arg]
+    refuses(TypeError, "unexpected keyword argument 'axes'", ltx.vmap, lambda x: x, axes=0)
 
 
 NAMES = {
@@ -107,8 +105,7 @@ NAMES = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names_of_jax_name_ours(name: str) -> None:
-    with pytest.raises(AttributeError, match=rf"no attribute '{name}'\. What JAX calls so is ltx\.{NAMES[name]}\b"):
-        getattr(ltx, name)
+    refuses(AttributeError, rf"no attribute '{name}'\. What JAX calls so is ltx\.{NAMES[name]}\b", getattr, ltx, name)
     assert not hasattr(ltx, name)
     assert hasattr(ltx, NAMES[name])
     assert name not in dir(ltx)

@@ -76,10 +76,7 @@ def test_what_a_hook_can_say_arrives_on_simulated_ranks(name: str, n: int) -> No
 def test_what_a_hook_can_say_arrives_on_real_ranks(n: int, ranks: Ranks, request: pytest.FixtureRequest) -> None:
     names = list(ALL) if request.config.getoption("--full") else QUICK
 
-    def on_rank() -> list[list[list[Tensor]]]:
-        return [[three_steps(ALL[name], grad) for grad in cases(name)] for name in names]
-
-    for found in ranks(n).run(on_rank):
+    for found in ranks(n).run(lambda: [[three_steps(ALL[name], grad) for grad in cases(name)] for name in names]):
         for name, of_name in zip(names, found, strict=True):
             for grad, results in zip(cases(name), of_name, strict=True):
                 check(name, grad, results)

@@ -16,6 +16,7 @@ import torch
 import ltx
 from ltx.errors import CallFailedError, LtxError
 from tests.kinds import Ranks, Started
+from tests.twins.training import sgd
 
 HEARTBEAT_S = 3.0
 
@@ -70,7 +71,7 @@ def test_what_the_kernel_says_of_a_stopped_process_is_told(dies: int, started: S
 @pytest.mark.parametrize("call", ["barrier", "save"])
 def test_a_stopped_rank_0_is_told(call: str, held_by: str, tmp_path: Path, started: Started) -> None:
     def body(tell: Callable[[Any], None]) -> None:
-        train = ltx.train_step(ltx.data_parallel(lambda w: w.sum()), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+        train = ltx.train_step(ltx.data_parallel(lambda w: w.sum()), sgd(0.1))
         state = train.init(torch.ones(3))
         if ltx.world().rank == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -142,9 +143,7 @@ def test_asynchronous_averaging_tells_of_a_lost_peer_between_rounds(started: Sta
 
     def body(tell: Callable[[Any], None]) -> Any:
         strategy = ltx.BaguaStrategy("async", sync_interval_ms=600_000.0)
-        train = ltx.train_step(
-            ltx.data_parallel(lambda w: w.square().sum(), strategy), ltx.optim.from_torch(torch.optim.SGD, lr=0.01)
-        )
+        train = ltx.train_step(ltx.data_parallel(lambda w: w.square().sum(), strategy), sgd(0.01))
         state = train.init(torch.ones(3))
 
         def steps() -> None:

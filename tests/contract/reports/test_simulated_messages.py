@@ -16,6 +16,7 @@ import ltx
 from ltx.errors import AxisError, UnsupportedError
 from tests import train_on
 from tests.kinds import Ranks
+from tests.train_on import refuses
 
 ROOT = Path(__file__).parents[3]
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
@@ -69,8 +70,7 @@ def test_what_differs_is_refused_by_its_path() -> None:
     x = torch.tensor([1.0, 2.0])
     outside = torch.vmap(ltx.vmap(lambda x: x, out_dims=None))
     for call in (lambda: ltx.vmap(lambda x: {"a": x}, out_dims=None)(x), lambda: outside(torch.stack([x, x]))):
-        with pytest.raises(AxisError, match=r"out_dims=None: the output .* differs between ranks\..*pmean"):
-            call()
+        refuses(AxisError, r"out_dims=None: the output .* differs between ranks\..*pmean", call)
     assert torch.equal(
         ltx.vmap(lambda x: x, out_dims=None)(torch.tensor([torch.nan, torch.nan])).isnan(), torch.tensor(True)
     )
@@ -143,8 +143,7 @@ def test_errors_of_the_user_s_own_stay_what_they_are() -> None:
     def fails(x: Tensor) -> Tensor:
         raise RuntimeError("mine")
 
-    with pytest.raises(RuntimeError, match=r"^mine$"):
-        ltx.vmap(fails)(torch.ones(2))
+    refuses(RuntimeError, r"^mine$", ltx.vmap(fails), torch.ones(2))
 
 
 def test_the_advice_of_an_error_is_not_buried() -> None:

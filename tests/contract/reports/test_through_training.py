@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 import ltx
 from ltx.errors import CallFailedError, UnsupportedError
 from ltx.optim import from_torch
-from tests.train_on import go_on
+from tests.train_on import go_on, loop_of_torch
 
 # torch's own: what its forward mode imports.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
@@ -44,10 +44,7 @@ def drawn(seed: int) -> tuple[Any, Tensor, Tensor, Any]:
 def by_torch(params: Any, decay: Tensor, xs: Tensor) -> float:
     w = params["w"].clone().requires_grad_()
     optimizer = torch.optim.SGD([w], lr=0.1, momentum=0.9)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss({"w": w}, xs, decay).backward()
-        optimizer.step()
+    loop_of_torch(optimizer, loss, [({"w": w}, xs, decay)] * STEPS)
     return outside(params, decay, w).item()
 
 
@@ -175,10 +172,7 @@ def test_on_simulated_ranks(name: str, way: str, seed: int) -> None:
     right = expected(params, decay, direction, xs.flatten(0, 1))
 
     def both(params: Any, decay: Tensor) -> Tensor:
-        def rank(x: Tensor) -> Tensor:
-            return ltx.pmean(trained(STEPS_MADE[name], params, decay, x))
-
-        return ltx.vmap(rank, out_dims=None)(xs)
+        return ltx.vmap(lambda x: ltx.pmean(trained(STEPS_MADE[name], params, decay, x)), out_dims=None)(xs)
 
     if name in ALONE:  # not what one process does, but differentiable
 

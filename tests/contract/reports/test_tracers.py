@@ -20,7 +20,7 @@ from ltx.errors import TreeError, UnsupportedError
 from tests.contract.conformance.table import OPS, Op, component, components, draw, loss, total
 from tests.covering import some
 from tests.kinds import Ranks
-from tests.train_on import said
+from tests.train_on import refuses, said
 
 ROWS = {op.name: op for op in OPS if not op.rounding}
 FAST = ("data_parallel", "sync_gradients", "psum", "pmax", "ppermute to one")
@@ -196,8 +196,7 @@ TRACERS: dict[str, tuple[str, Callable[..., Any]]] = {
 def all_refused(tracer: str) -> Tensor:
     text, trace = TRACERS[tracer]
     for f in CALLS.values():
-        with pytest.raises(UnsupportedError, match=text):
-            trace(f, torch.ones(3))
+        refuses(UnsupportedError, text, trace, f, torch.ones(3))
     return ltx.psum(torch.ones(3) * (1 + ltx.world().rank))  # the axis is as it was
 
 
@@ -207,8 +206,7 @@ def test_what_cannot_be_recorded_is_refused_by_name(tracer: str, ranks: Ranks) -
     for total_of_ranks in ranks(2).run(all_refused, tracer):
         assert total_of_ranks.tolist() == [3.0, 3.0, 3.0]
     if tracer == "jit.trace":
-        with pytest.raises(UnsupportedError, match=TRACERS[tracer][0]):
-            torch.jit.trace(ltx.vmap(ltx.psum), (torch.ones(2, 3),))
+        refuses(UnsupportedError, TRACERS[tracer][0], torch.jit.trace, ltx.vmap(ltx.psum), (torch.ones(2, 3),))
 
 
 @pytest.mark.parametrize("call", ["psum", "sync_gradients"])

@@ -13,7 +13,7 @@ from torch import Tensor
 import ltx
 from ltx.errors import StepError, UnusedParameterWarning
 from tests.kinds import Params, Ranks
-from tests.train_on import said, trained
+from tests.train_on import loop_of_torch, said, trained
 
 X = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 adamw = ltx.optim.from_torch(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
@@ -138,10 +138,7 @@ def test_trainable_leaves_them_alone(ranks: Ranks) -> None:
     """As torch does, whose .grad is None."""
     module = {name: torch.nn.Parameter(x) for name, x in start().items()}
     optimizer = torch.optim.AdamW(module.values(), lr=0.1, weight_decay=0.5)
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss(module, X).backward()
-        optimizer.step()
+    loop_of_torch(optimizer, loss, [(module, X)] * 3)
     step = ltx.data_parallel(loss)
     for found, params in (warned(step, ["used", "zero", "low"]), *ranks(2).run(warned, step, ["used", "zero", "low"])):
         assert found == []

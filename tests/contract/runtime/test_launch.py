@@ -20,6 +20,7 @@ import ltx
 from ltx import Pool
 from ltx.errors import ArgumentError, CallFailedError, CallInterruptedError, CallTimeoutError, WorkerError
 from tests.covering import some
+from tests.train_on import refuses, said
 
 ROOT = Path(__file__).parents[3]
 
@@ -65,8 +66,7 @@ def test_a_fork_has_what_does_not_pickle() -> None:
             return ltx.world().rank
 
     assert ltx.launch(locked, 2, start_method="fork") == [0, 1]
-    with pytest.raises(WorkerError, match=r"locked and its arguments can't be sent to the workers"):
-        ltx.launch(locked, 2)
+    refuses(WorkerError, r"locked and its arguments can't be sent to the workers", ltx.launch, locked, 2)
 
 
 def test_a_strategys_way_to_start() -> None:
@@ -139,8 +139,7 @@ def test_forks_are_refused_where_they_would_share_connections(ranks: Callable[[i
 
 def test_forks_are_refused_after_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(WorkerError, match="CUDA is initialised in this process"):
-        ltx.launch(print, 2, start_method="fork")
+    refuses(WorkerError, "CUDA is initialised in this process", ltx.launch, print, 2, start_method="fork")
 
 
 def test_arguments_that_are_none_of_it(ranks: Callable[[int], Pool]) -> None:
@@ -154,12 +153,4 @@ def test_arguments_that_are_none_of_it(ranks: Callable[[int], Pool]) -> None:
         ltx.launch(print, 1, strategy="fork")  # type: ignore[arg-type]
     with pytest.raises(WorkerError, match=r"ltx.launch: threads must be a whole number of at least 1, got 0"):
         ltx.launch(print, 1, threads=0)
-
-    def nested() -> str:
-        try:
-            ltx.launch(print, 2)
-        except WorkerError as error:
-            return str(error)
-        return ""
-
-    assert "was called inside a worker" in ranks(2).run(nested).rank(0)
+    assert "was called inside a worker" in ranks(2).run(said, WorkerError, ltx.launch, print, 2).rank(0)

@@ -12,6 +12,7 @@ import torch
 
 from ltx import PerRank
 from ltx.errors import LtxError, ReplicaDivergedError, TreeError
+from tests.train_on import refuses
 
 
 def test_it_is_a_sequence() -> None:
@@ -22,10 +23,8 @@ def test_it_is_a_sequence() -> None:
     assert results[:2] == ("a", "b")
     assert results.rank(1) == "b"
     assert repr(results) == "PerRank(rank 0: 'a', rank 1: 'b', rank 2: 'c')"
-    with pytest.raises(IndexError, match="rank 3: expected one of the ranks 0 to 2"):
-        results.rank(3)
-    with pytest.raises(IndexError, match="rank -1: expected"):
-        results.rank(-1)
+    refuses(IndexError, "rank 3: expected one of the ranks 0 to 2", results.rank, 3)
+    refuses(IndexError, "rank -1: expected", results.rank, -1)
 
 
 def test_stack(seed: int) -> None:
@@ -51,8 +50,7 @@ def test_stack(seed: int) -> None:
     ],
 )
 def test_what_cannot_be_stacked(values: list[Any], text: str) -> None:
-    with pytest.raises(TreeError, match=text):
-        PerRank(values).stack()
+    refuses(TreeError, text, PerRank(values).stack)
 
 
 SAME: dict[str, Callable[[], Any]] = {
@@ -109,5 +107,4 @@ def test_divergence_is_named(case: str) -> None:
 
 
 def test_the_rank_that_diverged_is_named() -> None:
-    with pytest.raises(ReplicaDivergedError, match="rank 0 has 1, rank 2 has 5"):
-        PerRank([1, 1, 5, 1]).replicated()
+    refuses(ReplicaDivergedError, "rank 0 has 1, rank 2 has 5", PerRank([1, 1, 5, 1]).replicated)

@@ -19,6 +19,7 @@ import ltx
 from ltx import Pool, init, shutdown, world
 from ltx.errors import CallFailedError, WorkerError
 from tests.kinds import Ranks
+from tests.train_on import refuses, said
 
 
 @dataclass
@@ -231,34 +232,19 @@ def test_a_result_that_there_is_no_file_for() -> None:
 
     with Pool(1) as pool:
         pool.run(torch.ones, 2)
-        with pytest.raises(CallFailedError, match=r"raised OSError: pickling the result, .*: \[Errno 24\] Too many"):
-            pool.run(open_all)
+        refuses(CallFailedError, r"raised OSError: pickling the result, .*: \[Errno 24\] Too many", pool.run, open_all)
 
 
 def test_one_rank_alone(ranks: Ranks) -> None:
     assert ranks(2).run_on(1, lambda x: (world().rank, x), 5) == (1, 5)
-    with pytest.raises(WorkerError, match=r"rank 2: <ltx\.Pool of 2: .* has the ranks 0 to 1"):
-        ranks(2).run_on(2, os.getpid)
+    refuses(WorkerError, r"rank 2: <ltx\.Pool of 2: .* has the ranks 0 to 1", ranks(2).run_on, 2, os.getpid)
 
 
 def test_a_pool_in_a_worker_is_refused(ranks: Ranks) -> None:
-    def nested() -> str:
-        try:
-            Pool(2)
-        except WorkerError as error:
-            return str(error)
-        return ""
-
-    texts = ranks(2).run(nested)
+    texts = ranks(2).run(said, WorkerError, Pool, 2)
     assert texts.rank(1).startswith(
         "rank 1: ltx.Pool(2) was called inside a worker of an ltx.Pool, and a pool of pools"
     )
-
-
-@pytest.mark.parametrize("n", [0, -1, 2.0, "2"])
-def test_sizes_that_are_none(n: object) -> None:
-    with pytest.raises(WorkerError, match="number of workers must be a whole number of at least 1"):
-        Pool(n)  # type: ignore[arg-type]
 
 
 def test_arguments_that_do_not_pickle(ranks: Ranks) -> None:

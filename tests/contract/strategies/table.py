@@ -13,9 +13,10 @@ from ltx import hooks
 from tests.contract.strategies.problem import Adam, Params, Problem
 from tests.contract.strategies.references import async_averaging, bagua, ddp, diloco, horovod, local_sgd, qadam, zero
 from tests.inside import AsyncAveraging, QAdam
+from tests.twins.training import sgd
 
-SLOW = ltx.optim.from_torch(torch.optim.SGD, lr=0.02, momentum=0.9)
-SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+SLOW = sgd(0.02, momentum=0.9)
+SGD = sgd(0.1, momentum=0.9)
 CLIPPED_ADAM = ltx.optim.chain(
     ltx.optim.clip_by_global_norm(0.3), ltx.optim.from_torch(torch.optim.AdamW, lr=0.05, weight_decay=0.0)
 )
@@ -158,9 +159,7 @@ ROWS: dict[str, Row] = {
         replicated=False,
     ),
     "DiLoCo, SlowMo's outer step, mixed": Row(
-        ltx.DiLoCoStrategy(
-            3, outer=ltx.optim.from_torch(torch.optim.SGD, lr=0.8, momentum=0.5), fragments=2, update_alpha=0.25
-        ),
+        ltx.DiLoCoStrategy(3, outer=sgd(0.8, momentum=0.5), fragments=2, update_alpha=0.25),
         partial(
             diloco.diloco,
             period=3,

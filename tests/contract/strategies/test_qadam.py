@@ -17,7 +17,7 @@ from ltx import hooks, optim
 from ltx.errors import StrategyError, UnsupportedError
 from tests.inside import QAdam
 from tests.kinds import Ranks
-from tests.train_on import said
+from tests.train_on import said, trained
 
 ADAM = {"lr": 0.01, "betas": (0.8, 0.99), "weight_decay": 0.1}
 NEVER = QAdam(warmup_steps=100, betas=ADAM["betas"])
@@ -103,12 +103,9 @@ def test_momenta_by_another_hook(hook: Any, ranks: Ranks, seed: int) -> None:
 
     def run(start: Tensor, target: Tensor) -> Any:
         step = ltx.data_parallel(lambda w, x: (w - x).square().sum(), strategy)
-        train, mine = ltx.train_step(step, optim.qadam(0.01, warmup_steps=2)), target[int(ltx.axis_index())]
-        state, losses = train.init(start), []
-        for _ in range(12):
-            state, metrics = train(state, mine)
-            losses.append(metrics.loss.item())
-        return state.params, state.sync_state.leaves, losses
+        mine = target[int(ltx.axis_index())]
+        found = trained(step, optim.qadam(0.01, warmup_steps=2), start, [mine] * 12)
+        return found.params, found.state.sync_state.leaves, found.losses.tolist()
 
     (params, leaves, losses), (same, others, _) = ranks(2).run(
         run, torch.zeros(40, 30), 1 + 0.1 * torch.randn(2, 40, 30)

@@ -12,6 +12,7 @@ import torch
 
 import ltx
 from ltx.errors import InputError
+from tests.train_on import refuses
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -84,10 +85,8 @@ def test_unequal_parts_are_refused_unless_the_step_is_weighted() -> None:
     ],
 )
 def test_fields_out_of_range(kwargs: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        ltx.DataPosition(**kwargs)
+    refuses(InputError, said, ltx.DataPosition, **kwargs)
 
 
 def test_a_rank_that_isnt_there() -> None:
-    with pytest.raises(InputError, match="expected a rank from 0 to 1, got 2"):
-        ltx.DataPosition(8, 4).indices(2, 2)
+    refuses(InputError, "expected a rank from 0 to 1, got 2", ltx.DataPosition(8, 4).indices, 2, 2)

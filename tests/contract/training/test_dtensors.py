@@ -27,7 +27,8 @@ from ltx.errors import (
 )
 from ltx.tensor_parallel import with_dtensors
 from tests.kinds import Ranks
-from tests.meshes import drawn, full, loss_of, mesh_of, model_of, parallelize, placements
+from tests.meshes import distributed, drawn, full, loss_of, mesh_of, model_of, parallelize, placements
+from tests.train_on import go_on, said
 
 pytestmark = pytest.mark.full  # importing DTensors takes seconds, in each of four processes
 STEPS = 3
@@ -58,12 +59,6 @@ def _trained(
     return {name: p.detach() for name, p in model.named_parameters()}, loss.item(), norm
 
 
-def _text(error: type[LtxError], f: Callable[[], Any]) -> str:
-    with pytest.raises(error) as caught:
-        f()
-    return str(caught.value)
-
-
 def _wrapped(weights: dict[str, Tensor], mesh: Any, strategy: Any = None) -> tuple[Any, dict[str, Any]]:
     """A data-parallel step of a block split over `mesh`, and its parameters."""
     model = parallelize(model_of(weights), mesh["model"], sequence=True)
@@ -83,11 +78,10 @@ def test_training_is_that_of_one_process(overlap: Any, donate: bool, ranks: Rank
             batch = ltx.shard((x, y), axis=mesh["data"])
             first = state = train.init(params)
             held, kept = first.params["up.weight"], copy.deepcopy(first)
-            for _ in range(STEPS):
-                state, metrics = train(state, *batch)
+            state, (*_, metrics) = go_on(train, state, [batch] * STEPS)
             if donate:
-                assert "was donated" in _text(DonatedStateError, lambda: first.params)
-                assert "was donated" in _text(DonatedStateError, lambda: train(first, *batch))
+                assert "was donated" in said(DonatedStateError, lambda: first.params)
+                assert "was donated" in said(DonatedStateError, train, first, *batch)
             for one in (held, kept.params["up.weight"]):
                 torch.testing.assert_close(one.full_tensor(), weights["up.weight"])
             assert placements(state.params) == placements(params)
@@ -118,8 +112,7 @@ def test_the_norm_counts_each_number_once(sharded: bool, ranks: Ranks, seed: int
             clipped = _clipped()
             train = with_dtensors(ltx.train_step(step, clipped if sharded else optim.ema(clipped, 0.5)))
             state, batch = train.init(params), ltx.shard((x, y), axis=mesh["data"])
-            for _ in range(STEPS):
-                state, metrics = train(state, *batch)
+            state, (*_, metrics) = go_on(train, state, [batch] * STEPS)
             if not sharded:
                 averaged, parts = optim.averaged(state.parts.opt_state), state.parts.params
                 assert {name: x.shape for name, x in averaged.items()} == {name: x.shape for name, x in parts.items()}
@@ -136,10 +129,8 @@ def test_all_ranks_of_the_mesh_skip_together(ranks: Ranks, seed: int) -> None:
     """A number that isn't finite in one part of a parameter, which is one rank's of the model's dimension."""
 
     def run(w: Tensor, bad: bool) -> tuple[Any, ...]:
-        from torch.distributed.tensor import Shard, distribute_tensor
-
         with mesh_of(2, 2) as mesh:
-            part = {"w": distribute_tensor(w, mesh["model"], [Shard(0)])}
+            part = {"w": distributed(w, mesh["model"])}
 
             def loss(p: Any, x: Tensor) -> Tensor:
                 return (p["w"].to_local() * x).sum()
@@ -150,7 +141,7 @@ def test_all_ranks_of_the_mesh_skip_together(ranks: Ranks, seed: int) -> None:
             skipping = with_dtensors(ltx.train_step(step, _sgd(), guard="skip"))
             state, metrics = skipping(skipping.init(part), x)
             raising = with_dtensors(ltx.train_step(step, _sgd(), guard="raise", donate=False))
-            text = _text(NotFiniteError, lambda: raising(raising.init(part), x)) if bad else ""
+            text = said(NotFiniteError, lambda: raising(raising.init(part), x)) if bad else ""
             scaled = ltx.mixed_precision(step, ltx.Precision(compute=torch.float32, loss_scale=ltx.DynamicLossScale()))
             scaling = with_dtensors(ltx.train_step(scaled, _sgd()))
             _, others = scaling(scaling.init(part), x)
@@ -176,8 +167,7 @@ def test_frozen_parameters_and_accumulation(ranks: Ranks, seed: int) -> None:
                 p.requires_grad_(name.startswith("q"))
             train = with_dtensors(ltx.train_step(ltx.accumulate(step, 2), _clipped(), check_every=1))
             state, batch = train.init(params), ltx.shard((x, y), axis=mesh["data"])
-            for _ in range(STEPS):
-                state, _ = train(state, *batch)
+            state, _ = go_on(train, state, [batch] * STEPS)
             assert placements(state.params) == placements(params)
             return full(state.params)
 
@@ -198,10 +188,8 @@ def test_strategies_of_updates_work_by_parts(name: str, ranks: Ranks, seed: int)
     }
 
     def run(w: Tensor, x: Tensor, split: bool) -> Tensor:
-        from torch.distributed.tensor import Shard, distribute_tensor
-
         with mesh_of(2, 2) as mesh:
-            params: Any = {"w": distribute_tensor(w, mesh["model"], [Shard(0)]) if split else w, "b": w[0].clone()}
+            params: Any = {"w": distributed(w, mesh["model"]) if split else w, "b": w[0].clone()}
 
             def loss(p: Any, x: Tensor) -> Tensor:
                 whole = p["w"].full_tensor() if split else p["w"]
@@ -211,9 +199,7 @@ def test_strategies_of_updates_work_by_parts(name: str, ranks: Ranks, seed: int)
             train: Any = ltx.train_step(ltx.data_parallel(loss, strategies[name], axis=mesh["data"]), adam)
             train = with_dtensors(train) if split else train
             state, mine = train.init(params), ltx.shard(x, axis=mesh["data"])
-            for _ in range(4):
-                state, _ = train(state, mine)
-            state = train.gather(train.finish(state))
+            state = train.gather(train.finish(go_on(train, state, [mine] * 4).state))
             return full(state.params)["w"]
 
     w, x = torch.randn(5, 3), torch.randn(4, 3)
@@ -232,11 +218,10 @@ def test_checkpoints_are_torchs(strategy: ltx.Strategy | None, ranks: Ranks, see
 
     def run(w: Tensor, x: Tensor, path: str) -> list[Any]:
         import torch.distributed.checkpoint as dcp
-        from torch.distributed.tensor import Shard, distribute_tensor
 
         with mesh_of(2, 2) as mesh:
-            params = {"w": distribute_tensor(w, mesh["model"], [Shard(0)])}
-            params["b"] = distribute_tensor(torch.zeros(4), mesh["model"], [Shard(0)])
+            params = {"w": distributed(w, mesh["model"])}
+            params["b"] = distributed(torch.zeros(4), mesh["model"])
 
             def loss(params: Any, x: Tensor) -> Tensor:
                 return (x @ params["w"].full_tensor().T + params["b"].full_tensor()).sin().mean()
@@ -245,7 +230,7 @@ def test_checkpoints_are_torchs(strategy: ltx.Strategy | None, ranks: Ranks, see
             train, mine = with_dtensors(ltx.train_step(step, _sgd(), donate=False)), ltx.shard(x, axis=mesh["data"])
             state, _ = train(train.init(params), mine)
             dcp.save({"state": state}, checkpoint_id=path)
-            text = _text(LtxError, lambda: ltx.checkpoint.save(path, state))
+            text = said(LtxError, ltx.checkpoint.save, path, state)
             restored = train.init(params)
             dcp.load({"state": restored}, checkpoint_id=path)
             assert restored.parts.step == 1
@@ -263,44 +248,42 @@ SAVES = (ltx.checkpoint.save, ltx.checkpoint.save_async)
 
 
 def _refused(save: Callable[..., Any], path: Path, state: Any) -> str:
-    return _text(InputError, lambda: save(path, state.parts))
+    return said(InputError, save, path, state.parts)
 
 
 def test_parts_are_saved_by_the_ranks_that_hold_them(ranks: Ranks, seed: int, tmp_path: Path) -> None:
     """In a directory for each rank of the model. One directory would keep one rank's parts for all, and is refused."""
 
     def run(w: Tensor, path: Path) -> list[Any]:
-        from torch.distributed.tensor import Shard, distribute_tensor
+        from torch.distributed.tensor import Replicate
 
         with mesh_of(1, 2) as mesh:
             step = ltx.data_parallel(lambda p: p["w"].full_tensor().sin().sum(), axis=mesh["data"])
             train = with_dtensors(ltx.train_step(step, _sgd(), donate=False))
-            params = {"w": distribute_tensor(w, mesh["model"], [Shard(0)])}
+            params = {"w": distributed(w, mesh["model"])}
             state, _ = train(train.init(params))
             kinds = (state, train.adopt(state), train.finish(state), replace(state, parts=copy.copy(state.parts)))
-            said = [_refused(save, path / "all", kind) for save in SAVES for kind in kinds]
+            texts = [_refused(save, path / "all", kind) for save in SAVES for kind in kinds]
             mine = path / str(mesh["model"].get_local_rank())
             ltx.checkpoint.save(mine, state.parts, axis=mesh["data"])
             loaded = ltx.checkpoint.load(mine, train.init(params).parts, axis=mesh["data"])
             again = replace(state, parts=loaded.state)
-            said.append(_refused(ltx.checkpoint.save, path / "all", again))
-            whole = {"w": distribute_tensor(w, mesh["model"])}  # on each rank: what one keeps is all
+            texts.append(_refused(ltx.checkpoint.save, path / "all", again))
+            whole = {"w": distributed(w, mesh["model"], Replicate())}  # on each rank: what one keeps is all
             ltx.checkpoint.save(path / "whole", train.init(whole).parts)
-            return [said, (path / "all").exists(), *(full(train(one)[0].params) for one in (state, again))]
+            return [texts, (path / "all").exists(), *(full(train(one)[0].params) for one in (state, again))]
 
-    for said, exists, expected, found in ranks(2).run(run, torch.randn(4, 3), tmp_path):
-        assert len(said) == 9
-        assert all("Save those of each rank of the model in a directory of their own" in text for text in said)
+    for texts, exists, expected, found in ranks(2).run(run, torch.randn(4, 3), tmp_path):
+        assert len(texts) == 9
+        assert all("Save those of each rank of the model in a directory of their own" in text for text in texts)
         assert not exists
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_weighted_losses_other_outputs_and_another_train_step(ranks: Ranks, seed: int) -> None:
     def run(w: Tensor, x: Tensor) -> list[Any]:
-        from torch.distributed.tensor import Shard, distribute_tensor
-
         with mesh_of(2, 2) as mesh:
-            params, mine = distribute_tensor(w, mesh["model"], [Shard(0)]), ltx.shard(x, axis=mesh["data"])
+            params, mine = distributed(w, mesh["model"]), ltx.shard(x, axis=mesh["data"])
 
             def total(w: Any, x: Tensor) -> Tensor:
                 return (x @ w.full_tensor().T).sin().sum()
@@ -317,7 +300,7 @@ def test_weighted_losses_other_outputs_and_another_train_step(ranks: Ranks, seed
                 if step is steps[0]:
                     torch.testing.assert_close(metrics.aux, w.sum())
                 clipped = with_dtensors(ltx.train_step(step, _clipped(), has_aux=True))
-                assert "train.adopt" in _text(StepError, lambda to=clipped, state=state: to(state, mine))
+                assert "train.adopt" in said(StepError, lambda to=clipped, state=state: to(state, mine))
                 state, _ = clipped(clipped.adopt(state), mine)
                 assert state.parts.step == 2
             return found
@@ -335,16 +318,16 @@ def test_what_is_not_split_is_the_same_on_all_ranks(ranks: Ranks) -> None:
     """Along the model's dimension too, where nobody makes it so."""
 
     def run(odd: bool, whole: bool) -> str:
-        from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+        from torch.distributed.tensor import DTensor, Replicate
 
         with mesh_of(2, 2) as mesh:
             b = torch.ones(2) + (1.0 if odd and torch.distributed.get_rank() % 2 else 0.0)
             bias = DTensor.from_local(b, mesh["model"], [Replicate()]) if whole else b
-            params = {"w": distribute_tensor(torch.ones(4, 2), mesh["model"], [Shard(0)]), "b": bias}
+            params = {"w": distributed(torch.ones(4, 2), mesh["model"]), "b": bias}
             step = ltx.data_parallel(lambda p: p["w"].full_tensor().sum(), axis=mesh["data"])
             train = with_dtensors(ltx.train_step(step, _sgd()))
             if odd:
-                return _text(ReplicaDivergedError, lambda: train.init(params))
+                return said(ReplicaDivergedError, train.init, params)
             train.init(params)
             return ""
 
@@ -355,10 +338,8 @@ def test_what_is_not_split_is_the_same_on_all_ranks(ranks: Ranks) -> None:
 
 def test_what_is_refused(ranks: Ranks) -> None:
     def run() -> list[str]:
-        from torch.distributed.tensor import Shard, distribute_tensor
-
         with mesh_of(2, 2) as mesh:
-            w = distribute_tensor(torch.ones(4, 2), mesh["model"], [Shard(0)])
+            w = distributed(torch.ones(4, 2), mesh["model"])
 
             def train(optimizer: Any = None, strategy: Any = None, params: Any = w, **options: Any) -> Any:
                 step = ltx.data_parallel(lambda w: w.full_tensor().sum(), strategy, axis=mesh["data"])
@@ -368,10 +349,10 @@ def test_what_is_refused(ranks: Ranks) -> None:
             module = nn.Module()
             module.weight = nn.Parameter(w)
             return [
-                _text(StrategyError, lambda: train(optim.from_torch(torch.optim.Adafactor, lr=0.1))),
-                _text(StrategyError, lambda: train(optim.chain(optim.add_noise(0.1, 0), _sgd()))),
-                _text(UnsupportedError, lambda: train(strategy=ltx.HorovodStrategy(op="adasum"))),
-                _text(UnsupportedError, lambda: train(params=module)),
+                said(StrategyError, lambda: train(optim.from_torch(torch.optim.Adafactor, lr=0.1))),
+                said(StrategyError, lambda: train(optim.chain(optim.add_noise(0.1, 0), _sgd()))),
+                said(UnsupportedError, lambda: train(strategy=ltx.HorovodStrategy(op="adasum"))),
+                said(UnsupportedError, train, params=module),
             ]
 
     wanted = [

@@ -16,7 +16,7 @@ from tests.contract.strategies.problem import make_problem
 from tests.contract.strategies.table import KINDS, ROWS
 from tests.contract.strategies.test_conformance import tensors, trainer
 from tests.kinds import OnNewAxis, Params, Ranks
-from tests.train_on import go_on, inner, said, trained
+from tests.train_on import go_on, inner, refuses, said, trained
 
 NAN, INF = float("nan"), float("inf")
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -403,8 +403,7 @@ def test_a_limit_beside_a_loss_scale_and_in_a_checkpoint() -> None:
         bad, resumed = torch.full((3, 4), NAN), start(made)
         state, _ = go_on(made, start(made), [bad] * 2)
         resumed.load_state_dict(state.state_dict())
-        with pytest.raises(NotFiniteError, match="step 2 aren't finite"):
-            made(resumed, bad)
+        refuses(NotFiniteError, "step 2 aren't finite", made, resumed, bad)
     unlimited = start(ltx.train_step(ltx.data_parallel(linear), SGD))  # whose state counts from here on
     assert made(unlimited, bad)[0].loss_scale.good_steps == -1
 
@@ -419,8 +418,7 @@ def test_a_limit_beside_a_loss_scale_and_in_a_checkpoint() -> None:
     ],
 )
 def test_what_cant_be(kwargs: dict[str, Any], text: str) -> None:
-    with pytest.raises(StrategyError, match=text):
-        ltx.train_step(ltx.data_parallel(linear), SGD, **kwargs)
+    refuses(StrategyError, text, ltx.train_step, ltx.data_parallel(linear), SGD, **kwargs)
 
 
 def test_error_feedback_is_kept_by_loss_scaling_too(ranks: Ranks) -> None:

@@ -17,7 +17,7 @@ import ltx
 from ltx.errors import StepError
 from ltx.optim import adjustable, chain, clip_by_global_norm, ema, from_torch
 from tests.kinds import Params, Ranks
-from tests.train_on import go_on, said
+from tests.train_on import go_on, refuses, said
 
 SGD = from_torch(torch.optim.SGD, lr=0.1)
 ADAM = from_torch(torch.optim.Adam, lr=0.1)
@@ -128,8 +128,7 @@ def test_trainable(thaws: bool) -> None:
     head, everything = ltx.train_step(step, SGD, trainable="head"), ltx.train_step(step, SGD)
     first, then = (head, everything) if thaws else (everything, head)
     state, _ = first(first.init({"body": torch.tensor(0.5), "head": torch.tensor(0.3)}), x)
-    with pytest.raises(StepError, match=rf"trainable=: .*\['body'\] {'trained' if thaws else 'frozen'}"):
-        then(state, x)
+    refuses(StepError, rf"trainable=: .*\['body'\] {'trained' if thaws else 'frozen'}", then, state, x)
     expected = {
         name: value.clone().requires_grad_(name in ("head", "body"[: 4 * thaws]))
         for name, value in state.params.items()
@@ -159,8 +158,7 @@ def test_optimizers(pair: str) -> None:
     before, after = (ltx.train_step(ltx.data_parallel(squares), optimizer) for optimizer in PAIRS[pair])
     x = torch.tensor(2.0)
     state, _ = before(before.init({"w": torch.tensor(1.0)}), x)
-    with pytest.raises(StepError, match=r"optimizer: made for .* train\.adopt\(state\)"):
-        after(state, x)
+    refuses(StepError, r"optimizer: made for .* train\.adopt\(state\)", after, state, x)
     fresh = replace(after.init(state.params), step=1)
     adopted, _ = after(after.adopt(state), x)
     fresh, _ = after(fresh, x)
@@ -198,8 +196,7 @@ def test_from_elsewhere(how: str) -> None:
     """A state that was changed outside of steps fits its own train step, and still no other one."""
     own, other = (ltx.train_step(ltx.data_parallel(squares), optimizer) for optimizer in (ADAM, SGD))
     state, _ = own(own.init({"w": torch.tensor(1.0)}), torch.tensor(2.0))
-    with pytest.raises(StepError, match="made for another train step"):
-        other(CHANGES[how](state), torch.tensor(2.0))
+    refuses(StepError, "made for another train step", other, CHANGES[how](state), torch.tensor(2.0))
     after, _ = own(CHANGES[how](state), torch.tensor(2.0))
     assert after.step == 2
 
@@ -207,8 +204,7 @@ def test_from_elsewhere(how: str) -> None:
 def test_simulated_ranks_and_graphs() -> None:
     def on_a_rank(x: Tensor) -> Tensor:
         state, _ = LOCAL(LOCAL.init({"w": torch.tensor(1.0)}), x)
-        with pytest.raises(StepError, match="made for another train step"):
-            DDP(state, x)
+        refuses(StepError, "made for another train step", DDP, state, x)
         return DDP(DDP.adopt(state), x)[0].params["w"]
 
     # 0.8 and 0.2, then half of their mean

@@ -21,7 +21,7 @@ from tests.contract.strategies.test_protocol import Anchored, Gossip, LocalSGD
 from tests.covering import some
 from tests.inside import QAdam
 from tests.kinds import OnNewAxis, Params, Ranks
-from tests.train_on import go_on, trained
+from tests.train_on import go_on, refuses, trained
 from tests.twins.cases import assert_same_bits
 from tests.twins.training import adamw, mean_step, on_a_rank, sgd
 
@@ -556,8 +556,7 @@ def test_a_rank_that_fails_in_a_local_step_is_told_of_to_those_who_ask(on_new_ax
     ],
 )
 def test_errors(make: Callable[[], Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=re.escape(text)):
-        make()
+    refuses(error, re.escape(text), make)
 
 
 def test_asking_cant_be_compiled() -> None:
@@ -589,8 +588,7 @@ def test_asking_cant_be_compiled() -> None:
     ids=str,
 )
 def test_bad_precisions(fields: dict[str, Any], text: str) -> None:
-    with pytest.raises(StrategyError, match=re.escape(text)):
-        ltx.Precision(**fields)
+    refuses(StrategyError, re.escape(text), ltx.Precision, **fields)
 
 
 @pytest.mark.parametrize(
@@ -643,5 +641,4 @@ def test_parameters_kept_by_path(keep: Any, wrap: str) -> None:
         wrong = ltx.data_parallel(fn), ltx.Precision(keep_params=(*keep, "nrom*"))
         with pytest.raises(Exception, match=r"keep_params: 'nrom\*' fits no parameter. Their paths: b, w"):
             ltx.grad(ltx.mixed_precision(*wrong))(params(), torch.ones(2, 4))
-    with pytest.raises(StrategyError, match="keep_params must be a tuple of patterns"):
-        ltx.Precision(keep_params="b*")  # type: ignore[arg-type]
+    refuses(StrategyError, "keep_params must be a tuple of patterns", ltx.Precision, keep_params="b*")

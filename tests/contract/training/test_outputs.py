@@ -12,7 +12,7 @@ import ltx
 from ltx.errors import StepError
 from tests.contract.base.test_containers import Output
 from tests.kinds import Ranks
-from tests.train_on import in_all_worlds
+from tests.train_on import in_all_worlds, refuses
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=1.0)
 XS = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -135,8 +135,7 @@ def test_a_step_that_returns_fewer_buffers(compiled: bool, ranks: Ranks) -> None
         train = ltx.train_step(ltx.data_parallel(step), SGD)
         state = train.init(torch.tensor(1.0), {"seen": torch.tensor(0.0), "target": torch.tensor(2.0)})
         call = torch.compile(train, backend="eager") if compiled else train
-        with pytest.raises(StepError, match=r"was given a buffer .*target.* and returned none"):
-            call(state, x)
+        refuses(StepError, r"was given a buffer .*target.* and returned none", call, state, x)
         state = train.init(torch.tensor(1.0), {"seen": torch.tensor(0.0)})
         return train(state, x)[0].buffers["seen"]  # with one more than it had
 
@@ -164,10 +163,8 @@ def test_a_step_that_takes_buffers_and_a_state_that_has_none(ranks: Ranks) -> No
             with pytest.raises(StepError, match=r"takes \(w.*train\.init\(params, dict\(module\.named_buffers\(\)\)\)"):
                 train(train.init(w), x)
             train = ltx.train_step(wrap(ltx.data_parallel(without)), SGD)
-            with pytest.raises(StepError, match=of_buffers):
-                train(train.init(w, buffer), x)
-            with pytest.raises(TypeError, match="positional argument"):
-                train(train.init(w), x, x, x)
+            refuses(StepError, of_buffers, lambda train=train: train(train.init(w, buffer), x))
+            refuses(TypeError, "positional argument", train, train.init(w), x, x, x)
             with pytest.raises(TypeError, match="of the step's own"):
                 ltx.train_step(wrap(ltx.data_parallel(fails)), SGD)(train.init(w), x)
 

@@ -19,7 +19,7 @@ import ltx
 from ltx.errors import CallFailedError, DonatedStateError, InputError
 from tests.inside import AsyncAveraging
 from tests.kinds import Params, Ranks
-from tests.train_on import go_on
+from tests.train_on import go_on, refuses
 from tests.twins.cases import assert_same_bits
 from tests.twins.feedback import STRATEGY
 from tests.twins.training import adamw, sgd
@@ -108,10 +108,8 @@ def test_a_copy_has_nothing_that_is_under_way(name: str, ranks: Ranks) -> None:
             other = copied(state)
             assert_same_bits(other.params, state.params)
             for use in (lambda other=other: train(other, X), lambda other=other: train.finish(other)):
-                with pytest.raises(InputError, match=r"is a copy .*which the copy hasn't got. Copy what finish gives"):
-                    use()
-            with pytest.raises(InputError, match="has an exchange under way"):
-                other.state_dict()
+                refuses(InputError, r"is a copy .*which the copy hasn't got. Copy what finish gives", use)
+            refuses(InputError, "has an exchange under way", other.state_dict)
             assert how
         state = train.finish(state)
         again = copy.deepcopy(state)
@@ -267,16 +265,14 @@ READS: dict[str, Callable[[ltx.TrainState], Any]] = {
 def test_every_read_of_a_donated_state_raises(name: str) -> None:
     train, best, x = made()
     state, _ = train(best, x)
-    with pytest.raises(DonatedStateError, match=r"this TrainState \(step 0\) was donated .* copy\.deepcopy\(state\)"):
-        READS[name](best)
+    refuses(DonatedStateError, r"this TrainState \(step 0\) was donated .* copy\.deepcopy\(state\)", READS[name], best)
     assert (best.step, state.step) == (0, 1)
 
 
 def test_a_step_from_it_raises_too() -> None:
     train, best, x = made()
     train(best, x)
-    with pytest.raises(DonatedStateError, match=r"this TrainState \(step 0\) was donated"):
-        train(best, x)
+    refuses(DonatedStateError, r"this TrainState \(step 0\) was donated", train, best, x)
 
 
 USES: dict[str, Callable[[torch.Tensor], Any]] = {

@@ -12,7 +12,7 @@ from torch.func import functional_call
 import ltx
 from ltx.errors import DonatedStateError, StepError, TreeError
 from tests.kinds import Ranks
-from tests.train_on import go_on, said, trained
+from tests.train_on import go_on, loop_of_torch, refuses, said, trained
 from tests.twins.training import adamw, sgd
 
 
@@ -75,10 +75,7 @@ def test_they_train_like_torch(donate: bool, seed: int) -> None:
     net[0].weight.requires_grad_(False)
     found = trained(loss_of(net), adamw(lr=0.1), dict(net.named_parameters()), [x] * 3, donate=donate)
     optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        net(x).square().mean().backward()
-        optimizer.step()
+    loop_of_torch(optimizer, lambda x: net(x).square().mean(), [x] * 3)
     torch.testing.assert_close(found.params, {name: p.detach() for name, p in net.named_parameters()})
 
 
@@ -247,7 +244,6 @@ def test_values_of_the_meta_device_are_named(ranks: Ranks) -> None:
             (net, r"train\.init\(module\): leaf 'bias'"),
             (dict(net.named_parameters()), "leaf 'bias'"),
         ):
-            with pytest.raises(TreeError, match=f"{text} is on the meta device, and its values are needed"):
-                train.init(given)
+            refuses(TreeError, f"{text} is on the meta device, and its values are needed", train.init, given)
 
     ranks(2).run(run)

@@ -13,7 +13,7 @@ from torch.func import grad_and_value
 import ltx
 from ltx.errors import AxisError, DataError, InputError
 from tests.kinds import Ranks, Started
-from tests.train_on import said
+from tests.train_on import loop_of_torch, refuses, said
 from tests.twins import training
 from tests.twins.training import sgd, weighted_step, whole
 
@@ -46,8 +46,7 @@ def test_all_ranks_stop_with_the_first(ranks: Ranks, seed: int) -> None:
 
 
 def test_where_to_stop_is_first_or_last() -> None:
-    with pytest.raises(InputError, match='stop must be "last" or "first", got \'both\''):
-        ltx.uneven([], stop="both")  # type: ignore[arg-type]
+    refuses(InputError, 'stop must be "last" or "first", got \'both\'', ltx.uneven, [], stop="both")
     assert len(list(ltx.uneven([1, 2], stop="first"))) == 2
 
 
@@ -191,14 +190,8 @@ def test_training_by_samples_is_one_process_with_all_batches(ranks: Ranks, seed:
     losses, params = ranks(3).run(run).replicated()
     module, batches = training.problem(seed, sizes, 4)
     optimizer = torch.optim.SGD(module.parameters(), lr=training.LR)
-    for t, batch in enumerate(
-        whole([[b for b, n in zip(step, counts, strict=True) if t < n] for t, step in enumerate(batches)])
-    ):
-        loss = module(*batch)
-        torch.testing.assert_close(losses[t], loss.detach())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    given = whole([[b for b, n in zip(step, counts, strict=True) if t < n] for t, step in enumerate(batches)])
+    torch.testing.assert_close(losses, loop_of_torch(optimizer, module, given))
     torch.testing.assert_close(params, {name: p.detach() for name, p in module.named_parameters()})
 
 
@@ -327,5 +320,4 @@ def test_simulated_ranks() -> None:
 
 
 def test_divisor() -> None:
-    with pytest.raises(InputError, match=r'uneven: divisor must be "data" or "all", got 2\.'):
-        ltx.uneven([], divisor=2)
+    refuses(InputError, r'uneven: divisor must be "data" or "all", got 2\.', ltx.uneven, [], divisor=2)

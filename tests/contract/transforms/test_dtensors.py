@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import ltx
-from ltx.errors import LtxError, UnsupportedError
+from ltx.errors import UnsupportedError
 from ltx.tensor_parallel import with_dtensors
 from tests import inside
 from tests.kinds import Ranks
-from tests.meshes import drawn, full, loss_of, mesh_of, model_of, parallelize, placements
+from tests.meshes import distributed, drawn, full, loss_of, mesh_of, model_of, parallelize, placements
+from tests.train_on import said
 
 pytestmark = pytest.mark.full  # importing DTensors takes seconds, in each of four processes
 
@@ -35,12 +36,6 @@ class MakesItsHook(ltx.Strategy):
 
     def hook(self, step: int) -> ltx.hooks.CommHook:
         return ltx.hooks.PowerSGD(start_step=0)
-
-
-def _text(error: type[LtxError] | tuple[type[Exception], ...], f: Callable[[], Any]) -> str:
-    with pytest.raises(error) as caught:
-        f()
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -88,11 +83,11 @@ def test_parts_of_unequal_and_of_no_size(ranks: Ranks, seed: int) -> None:
     """Rows that don't divide: ranks of the model's dimension reduce buckets of different sizes."""
 
     def run(weights: list[Tensor], x: Tensor) -> list[Tensor]:
-        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+        from torch.distributed.tensor import Replicate
 
         with mesh_of(2, 2) as mesh:
             model = mesh["model"]
-            params = [distribute_tensor(w, model, [Shard(0)]) for w in weights]
+            params = [distributed(w, model) for w in weights]
 
             def loss(params: list[Any], x: Tensor) -> Tensor:
                 w, v, s = (p.redistribute(placements=[Replicate()]).to_local() for p in params)
@@ -112,12 +107,10 @@ def test_several_axes_of_a_mesh(ranks: Ranks, seed: int) -> None:
     """Two dimensions of three are one axis: of the mesh, or of ltx beside it."""
 
     def run(w: Tensor, x: Tensor) -> list[Tensor]:
-        from torch.distributed.tensor import Shard, distribute_tensor
-
         names, found = ("node", "data", "model"), []
         for sizes in ((2, 1, 2), (2, 2, 1)):
             with mesh_of(*sizes, names=names, **dict(zip(names, sizes, strict=True))) as mesh:
-                part = distribute_tensor(w, mesh["model"], [Shard(0)])
+                part = distributed(w, mesh["model"])
                 for axis in (mesh["node", "data"], (mesh["node"], mesh["data"]), ("node", "data")):
                     step = ltx.data_parallel(lambda w, x: (x @ w.full_tensor().T).sin().mean(), axis=axis)
                     found.append(with_dtensors(step).grad(part, ltx.shard(x, axis=axis)).full_tensor())
@@ -134,10 +127,10 @@ def test_second_derivatives(ranks: Ranks, seed: int) -> None:
     """By plain autograd, through what torch's DTensors can differentiate twice."""
 
     def run(w: Tensor, x: Tensor) -> Tensor:
-        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+        from torch.distributed.tensor import Replicate
 
         with mesh_of(2, 2) as mesh:
-            part = nn.Parameter(distribute_tensor(w, mesh["model"], [Shard(0)]))
+            part = nn.Parameter(distributed(w, mesh["model"]))
 
             def loss(w: Any, x: Tensor) -> Tensor:
                 return (x @ w.redistribute(placements=[Replicate()]).to_local().T).sin().mean()
@@ -158,10 +151,8 @@ def test_lossy_hooks_and_their_state(ranks: Ranks, seed: int) -> None:
     """Error feedback is by parts; what is sent of a part is what a hook sends of such a tensor."""
 
     def run(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor, list[int]]:
-        from torch.distributed.tensor import Shard, distribute_tensor
-
         with mesh_of(2, 2) as mesh:
-            part = distribute_tensor(w, mesh["model"], [Shard(0)])
+            part = distributed(w, mesh["model"])
             strategy = ltx.DDPStrategy(comm_hook=ltx.hooks.TopK(0.5))
             step = ltx.data_parallel(lambda w, x: (w.full_tensor() * x).sum(), strategy, axis=mesh["data"])
             step = with_dtensors(step)
@@ -192,7 +183,7 @@ def test_parameters_are_compared_part_by_part(ranks: Ranks, seed: int) -> None:
             if not odd:
                 step.grad(part)
                 return ""
-            return _text(ltx.errors.ReplicaDivergedError, lambda: step.grad(part))
+            return said(ltx.errors.ReplicaDivergedError, lambda: step.grad(part))
 
     w = torch.randn(2, 2, 3)
     assert ranks(4).run(run, w, False).replicated() == ""
@@ -203,14 +194,14 @@ def test_other_outputs(ranks: Ranks, seed: int) -> None:
     """A loss comes as its value; what has dimensions is returned as this rank's part, and its gradients are reduced."""
 
     def run(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+        from torch.distributed.tensor import Replicate
 
         with mesh_of(2, 2) as mesh:
             model = mesh["model"]
-            part = nn.Parameter(distribute_tensor(w, model, [Shard(0)]))
+            part = nn.Parameter(distributed(w, model))
 
             def scores(w: Any, x: Tensor) -> Any:
-                out: Any = distribute_tensor(x, model, [Replicate()]) @ w.T
+                out: Any = distributed(x, model, Replicate()) @ w.T
                 return {"scores": out.to_local(), "sum": out.detach().sum()}
 
             step = with_dtensors(ltx.data_parallel(scores, axis=mesh["data"]))
@@ -269,9 +260,9 @@ def test_what_is_refused(ranks: Ranks) -> None:
                 lambda: with_dtensors(ltx.data_parallel(lambda w: w["w"].sum(), axis=None))(w),
             ]
             return [
-                *[_text(UnsupportedError, partial(grad, strategy, params)) for strategy, params in strategies],
-                *[_text(UnsupportedError, call) for call in calls],
-                _text(compiled, lambda: torch.compile(plain, fullgraph=True, backend="eager")(w)),
+                *[said(UnsupportedError, partial(grad, strategy, params)) for strategy, params in strategies],
+                *[said(UnsupportedError, call) for call in calls],
+                said(compiled, lambda: torch.compile(plain, fullgraph=True, backend="eager")(w)),
             ]
 
     split = "leaf 'w' is a DTensor, split over ranks"
@@ -298,10 +289,8 @@ def test_without_the_wrapper_they_are_refused(ranks: Ranks) -> None:
     """In every function that would take a part for the whole, on every rank, and under transforms too."""
 
     def run() -> list[str]:
-        from torch.distributed.tensor import Shard, distribute_tensor
-
         with mesh_of(2, 2) as mesh:
-            w = {"w": nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh["model"], [Shard(0)]))}
+            w = {"w": nn.Parameter(distributed(torch.ones(4, 2), mesh["model"]))}
             detached = {"w": w["w"].detach()}
             module = nn.Module()
             module.w = w["w"]
@@ -328,7 +317,7 @@ def test_without_the_wrapper_they_are_refused(ranks: Ranks) -> None:
                     lambda: ltx.psum(detached, axis),
                     lambda: ltx.broadcast(detached, axis=axis),
                 ]
-                return [_text(UnsupportedError, call) for call in calls]
+                return [said(UnsupportedError, call) for call in calls]
 
             return refused(mesh["data"]) + refused(None)
 
@@ -350,7 +339,7 @@ def test_fully_sharded_modules(ranks: Ranks, seed: int) -> None:
             fully_shard(model.up, mesh=mesh["model"])
             fully_shard(model, mesh=mesh["model"])
             params = dict(model.named_parameters())
-            text = _text(UnsupportedError, lambda: ltx.functional_call(model, params, (x,)))
+            text = said(UnsupportedError, lambda: ltx.functional_call(model, params, (x,)))
             row = torch.distributed.get_rank()
             mse_loss(model(x[row : row + 1]), y[row : row + 1]).backward()  # fully_shard takes the mean over its ranks
             own: Any = {name: p.grad.to_local() for name, p in params.items()}  # type: ignore[union-attr, operator]
@@ -371,8 +360,6 @@ def test_reductions_overlap_the_backward_pass(ranks: Ranks) -> None:
     """A bucket goes out when its gradients are there, though DTensors stand between the marker and the step."""
 
     def run() -> list[str]:
-        from torch.distributed.tensor import Shard, distribute_tensor
-
         events: list[str] = []
 
         class Seen(torch.autograd.Function):
@@ -396,7 +383,7 @@ def test_reductions_overlap_the_backward_pass(ranks: Ranks) -> None:
                 return issue(*args, **named)
 
             bare.issue = issued
-            ws = [distribute_tensor(torch.ones(4, 4), mesh["model"], [Shard(0)]) for _ in range(3)]
+            ws = [distributed(torch.ones(4, 4), mesh["model"]) for _ in range(3)]
 
             def loss(ws: list[Any], x: Tensor) -> Tensor:
                 for i, w in enumerate(ws):

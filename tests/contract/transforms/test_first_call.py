@@ -45,17 +45,11 @@ class Stats(nn.Module):
 def writing(how: str, module: nn.Module) -> Any:
     """The error of a step that writes to the module's buffers; the one in eval mode has none."""
 
-    def loss(params: Any, x: Tensor) -> Tensor:
-        return functional_call(module, params, (x,)).square().mean()
-
-    def by_ltx(params: Any, x: Tensor) -> Tensor:
-        return ltx.functional_call(module, params, (x,)).square().mean()
-
     step = {
-        "closure": loss,
+        "closure": lambda params, x: functional_call(module, params, (x,)).square().mean(),
         "method": Hidden(module).loss,
         "partial": functools.partial(lambda m, p, x: functional_call(m, p, (x,)).square().mean(), module),
-        "ltx": by_ltx,
+        "ltx": lambda params, x: ltx.functional_call(module, params, (x,)).square().mean(),
     }[how]
     texts = []
     for mode in (True, False):

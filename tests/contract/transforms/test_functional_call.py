@@ -16,8 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 import ltx
 from ltx.errors import InputError, StepError, TreeError, UnsupportedError
+from tests import train_on
 from tests.kinds import Ranks
+from tests.train_on import refuses
 from tests.twins.cases import Params, params_of, seeded
+from tests.twins.training import sgd
 
 LR = 0.5
 
@@ -174,8 +177,7 @@ def test_several_calls_in_one_step_and_autocast(seed: int) -> None:
 def test_an_error_leaves_the_module_as_it_was(seed: int) -> None:
     net, twin, batches = made(seed)
     own = dict(net.named_parameters())
-    with pytest.raises(RuntimeError, match="shapes"):
-        ltx.functional_call(net, params_of(twin), batches[0][:, :3])
+    refuses(RuntimeError, "shapes", ltx.functional_call, net, params_of(twin), batches[0][:, :3])
     gc.collect()  # torch 2.11 complains when its checkpoint, which the error left halfway, is freed
     assert all(p is own[name] for name, p in net.named_parameters())
     params = {name: p.requires_grad_() for name, p in params_of(twin).items()}
@@ -330,11 +332,9 @@ def test_simulated_ranks_carry_buffers(ranks: Ranks, seed: int) -> None:
             y, buffers = ltx.functional_call(net, (params, buffers), x, return_buffers=True)
             return (y - 1).square().mean(), buffers
 
-        train = ltx.train_step(ltx.data_parallel(step), ltx.optim.from_torch(torch.optim.SGD, lr=LR))
-        state = train.init(dict(net.named_parameters()), dict(net.named_buffers()))
-        for batch in x:
-            state, _ = train(state, batch)
-        return state.params, state.buffers
+        params, buffers = dict(net.named_parameters()), dict(net.named_buffers())
+        found = train_on.trained(step, sgd(LR), params, x, buffers=buffers)
+        return found.params, found.state.buffers
 
     real = ranks(2).run(lambda: run(x[ltx.axis_index()])).stack()
     simulated = ltx.vmap(run)(x)
@@ -402,8 +402,7 @@ def test_what_a_parametrization_computes_would_get_no_gradient() -> None:
 def test_what_cant_be_given(given: Any, error: type[Exception], text: str) -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     net[1].weight = net[0].weight
-    with pytest.raises(error, match=re.escape(text)):
-        ltx.functional_call(net, given, torch.ones(1, 2))
+    refuses(error, re.escape(text), ltx.functional_call, net, given, torch.ones(1, 2))
 
 
 @pytest.mark.parametrize("wrapped", [nn.DataParallel, torch.jit.script])
