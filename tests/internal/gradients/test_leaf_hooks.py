@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import pytest
@@ -33,10 +35,17 @@ def drawn() -> dict[str, Tensor]:
     return {name: torch.randn(SIDE, SIDE, generator=draw) / SIDE**0.5 for name in ("a", "b", "c", "unused")}
 
 
-def trained(hidden: bool, strategy: ltx.Strategy, overlap: Overlap, fn: Any = loss) -> list[Tensor]:
+@contextmanager
+def before_2_13(hidden: bool = True) -> Iterator[None]:
+    """If `hidden`, torch can't raise a node's priority here."""
     with pytest.MonkeyPatch.context() as patch:
         if hidden:
             patch.setattr(marker, "can_raise_priority", lambda: False)
+        yield
+
+
+def trained(hidden: bool, strategy: ltx.Strategy, overlap: Overlap, fn: Any = loss) -> list[Tensor]:
+    with before_2_13(hidden):
         train = ltx.train_step(
             ltx.data_parallel(fn, strategy), ltx.optim.from_torch(torch.optim.AdamW, lr=0.01), overlap=overlap
         )
@@ -84,8 +93,7 @@ def test_buckets_go_out_during_the_backward_pass(ranks: Ranks) -> None:
             return torch.tanh(torch.tanh(hidden @ params["b"]) @ params["c"]).square().mean()
 
         params = {name: x for name, x in drawn().items() if name != "unused"}
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(marker, "can_raise_priority", lambda: False)
+        with before_2_13():
             ltx.grad(ltx.data_parallel(watched, STRATEGY))(params, torch.ones(4, SIDE))
         return seen[0], seen[1]
 
@@ -96,8 +104,7 @@ def test_buckets_go_out_during_the_backward_pass(ranks: Ranks) -> None:
 def test_a_loss_that_reaches_no_parameter(ranks: Ranks) -> None:
     def run() -> list[float]:
         rank = int(ltx.axis_index())
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(marker, "can_raise_priority", lambda: False)
+        with before_2_13():
             step = ltx.data_parallel(lambda p, x: (p["a"] * x).sum() if rank else x.sum() * 1.0)
             return ltx.grad(step)({"a": torch.ones(2)}, torch.ones(2))["a"].tolist()
 
@@ -116,9 +123,7 @@ def test_reentrant_checkpoints_that_close_over_parameters(hidden: bool, ranks: R
             return (part @ params["a"]).square().mean()
 
         params, x = {"a": drawn()["a"]}, torch.ones(4, SIDE)
-        with pytest.MonkeyPatch.context() as patch:
-            if hidden:
-                patch.setattr(marker, "can_raise_priority", lambda: False)
+        with before_2_13(hidden):
             return ltx.grad(ltx.data_parallel(inside, STRATEGY))(params, x)["a"], torch.func.grad(plain)(params, x)["a"]
 
     for grad, expected in ranks(2).run(run):
@@ -140,8 +145,7 @@ def test_a_gradient_that_comes_twice(ranks: Ranks) -> None:
                     (x.detach() @ w).backward(grad)
                 return grad @ w.T, x.T @ grad
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(marker, "can_raise_priority", lambda: False)
+        with before_2_13():
             step = ltx.data_parallel(lambda p, x: Twice.apply(x, p["a"]).square().mean(), STRATEGY)
             try:
                 ltx.grad(step)({"a": torch.ones(SIDE, SIDE)}, torch.ones(4, SIDE))
