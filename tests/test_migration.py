@@ -37,9 +37,9 @@ REDUCED = "contract/collectives/test_reduce.py::test_defaults_and_what_passes_th
 
 #: What several classes have in common.
 SHARED = {
-    "accelerator": "internal/world/test_world.py::test_cuda_devices_are_numbered_like_local_ranks",
-    "parallel_devices": "internal/world/test_world.py::test_environments",
-    "cluster_environment": "internal/world/test_world.py::test_environments",
+    "accelerator": "internal/world/test_launchers.py::test_devices",
+    "parallel_devices": "internal/world/test_launchers.py::test_placements",
+    "cluster_environment": "internal/world/test_launchers.py::test_placements",
     "checkpoint_io": "contract/checkpoint/test_resume.py::test_every_strategy_goes_on_bit_for_bit",
     "precision_plugin": "contract/training/test_mixed_precision.py::test_what_overflows_on_one_rank_is_skipped_by_all",
     "barrier": "contract/comm/test_axis_comm.py::test_barriers_of_which_one_is_known",

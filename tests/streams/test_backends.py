@@ -24,6 +24,7 @@ from ltx.core.training.settings import check_devices
 from ltx.core.world.launchers import placement_from_env
 from ltx.core.world.world import world_of
 from ltx.errors import PeerLostError, StepError
+from tests.contract.runtime.environments import TORCHRUN
 from tests.kinds import OnNewAxis, Ranks
 
 
@@ -142,18 +143,6 @@ def test_a_state_is_where_its_rank_computes() -> None:
     with pytest.raises(StepError, match=r"rank 1 computes on cuda:1, and params leaf 'w' is on cpu\. .*ltx.to_device"):
         check_devices(axis, {"w": torch.ones(1)}, "params")
     check_devices(axis, None, "buffers")
-
-
-TORCHRUN = {
-    "RANK": "1",
-    "WORLD_SIZE": "2",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "GROUP_RANK": "0",
-    "GROUP_WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-}
 
 
 @pytest.mark.parametrize(("shown", "index"), [("3", 0), ("0,1", 1), (None, 1)])

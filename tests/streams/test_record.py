@@ -14,7 +14,7 @@ import ltx
 from ltx.core.comm import ledger
 from tests.kinds import Ranks
 from tests.streams.pool import StreamedPool
-from tests.streams.test_steps import batch, loss_of, model
+from tests.streams.test_steps import batch, prepared
 
 
 @dataclass
@@ -34,13 +34,11 @@ def recorded(marks: bool) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         if marks:
             patch.setattr(ledger, "mark", lambda device: Mark())
-        module = model()
-        train = ltx.train_step(ltx.data_parallel(loss_of(module)), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
-        state = train.init(dict(module.named_parameters()))
+        train, state, rank = prepared(ltx.DDPStrategy())
         began = time.perf_counter()
         with ltx.profile.record() as trace:
             for step in range(3):
-                state, _ = train(state, *batch(int(ltx.axis_index()), step))
+                state, _ = train(state, *batch(rank, step))
             during = trace.hidden
         return trace, during, began, time.perf_counter()
 

@@ -69,13 +69,28 @@ def of_this_step(lines: list[str]) -> list[str]:
     return [line for line in lines if ON_HOST not in line and OF_LAST_STEP not in line]
 
 
+SMALL = {"bucket_bytes": 512, "first_bucket_bytes": 128}
+adamw = ltx.optim.from_torch(torch.optim.AdamW, lr=1e-2)
+
+
+def prepared(
+    strategy: ltx.Strategy | None = None,
+    optimizer: Any = adamw,
+    loss: Callable[..., Any] = loss_of,
+    wrap: Callable[[Any], Any] = lambda step: step,
+    **options: Any,
+) -> tuple[Any, Any, int]:
+    """A train step of the model in small buckets, its state at the start, and this rank."""
+    module = model()
+    step = wrap(ltx.data_parallel(loss(module), strategy or ltx.DDPStrategy(**SMALL)))
+    train = ltx.train_step(step, optimizer, **options)
+    state = train.init({name: x.detach().clone() for name, x in module.named_parameters()})
+    return train, state, int(ltx.axis_index())
+
+
 def trained(strategy: ltx.Strategy, steps: int = 4, **options: Any) -> tuple[Any, list[list[str]], list[list[str]]]:
     """Parameters after some steps, and what each step issued and read."""
-    module, rank = model(), int(ltx.axis_index())
-    train = ltx.train_step(
-        ltx.data_parallel(loss_of(module), strategy), ltx.optim.from_torch(torch.optim.AdamW, lr=1e-2), **options
-    )
-    state = train.init(dict(module.named_parameters()))
+    train, state, rank = prepared(strategy, **options)
     issued, read = [], []
     for step in range(steps):
         log().clear()
@@ -85,7 +100,6 @@ def trained(strategy: ltx.Strategy, steps: int = 4, **options: Any) -> tuple[Any
     return {name: x + 0 for name, x in train.finish(state).params.items()}, issued, read
 
 
-SMALL = {"bucket_bytes": 512, "first_bucket_bytes": 128}
 STRATEGIES: dict[str, tuple[ltx.Strategy, dict[str, Any]]] = {
     "mean": (ltx.DDPStrategy(**SMALL), {}),
     "update": (ltx.DDPStrategy(**SMALL), {"overlap": "update"}),
@@ -168,7 +182,6 @@ def test_a_barrier_waits(ranks: Ranks) -> None:
     assert left >= came
 
 
-adamw = ltx.optim.from_torch(torch.optim.AdamW, lr=1e-2)
 sgd = ltx.optim.from_torch(torch.optim.SGD, lr=1e-2, momentum=0.9)
 GROUPS = {"*bias": "biases", "*": "others"}
 OPTIMIZERS = {
@@ -186,11 +199,8 @@ def test_weights_and_a_guard(name: str, ranks: Ranks) -> None:
     """What is left out on all ranks alike, and unequal weights, are as over gloo. Nothing is read for it, or copied."""
 
     def run() -> Any:
-        module, rank = model(), int(ltx.axis_index())
-        train = ltx.train_step(
-            ltx.data_parallel(summed(module), ltx.DDPStrategy(**SMALL)), OPTIMIZERS[name], guard="skip"
-        )
-        state, skipped, read = train.init({name: x.detach().clone() for name, x in module.named_parameters()}), [], []
+        train, state, rank = prepared(None, OPTIMIZERS[name], summed, guard="skip")
+        skipped, read = [], []
         places = [{x.data_ptr() for x in state.params.values()}]
         for step, given in enumerate(spoilt(rank, 4, range(2, 3), 8 + 8 * rank)):
             log().clear()
@@ -242,9 +252,7 @@ def test_ranks_that_differ_are_found_a_step_later(ranks: Ranks) -> None:
     """Known collectives in another order: the digest tells, when the host reads it."""
 
     def run() -> str:
-        module, rank = model(), int(ltx.axis_index())
-        train = ltx.train_step(ltx.data_parallel(loss_of(module)), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
-        state = train.init(dict(module.named_parameters()))
+        train, state, rank = prepared()
         x, y = torch.ones(3), torch.ones(3) * 2
         ltx.pmin(x), ltx.pmax(x)
         state, _ = train_on.go_on(train, state, [batch(rank, step) for step in range(3)])
@@ -266,10 +274,8 @@ def test_weights_that_add_up_to_nothing(name: str, overlap: Any, ranks: Ranks) -
     """The step changes nothing, and the next one says why."""
 
     def run() -> tuple[bool, str, str]:
-        module, rank = model(), int(ltx.axis_index())
-        step = ltx.data_parallel(summed(module), ltx.DDPStrategy(**SMALL))
-        train = ltx.train_step(step, OPTIMIZERS[name], overlap=overlap)
-        state, _ = train(train.init(dict(module.named_parameters())), *batch(rank, 0))
+        train, state, rank = prepared(None, OPTIMIZERS[name], summed, overlap=overlap)
+        state, _ = train(state, *batch(rank, 0))
         before = [x + 0 for x in ltx.tree.flatten((state.params, state.opt_state))[0]]
         state, _ = train(state, torch.ones(0, 8), torch.ones(0, dtype=torch.int64))
         after = ltx.tree.flatten((state.params, state.opt_state))[0]
@@ -292,11 +298,9 @@ def test_weights_that_add_up_to_nothing(name: str, overlap: Any, ranks: Ranks) -
 
 def test_a_guarded_step_reads_nothing(ranks: Ranks) -> None:
     def run() -> tuple[list[str], Any, list[bool]]:
-        module, rank = model(), int(ltx.axis_index())
-        step = ltx.data_parallel(loss_of(module), ltx.DDPStrategy(**SMALL))
         precision = ltx.Precision(compute=torch.bfloat16, loss_scale=ltx.DynamicLossScale(init=2.0**14))
-        train = ltx.train_step(ltx.mixed_precision(step, precision), adamw, guard="off")
-        state, read, skipped = train.init(dict(module.named_parameters())), [], []
+        train, state, rank = prepared(wrap=lambda step: ltx.mixed_precision(step, precision), guard="off")
+        read, skipped = [], []
         for number, given in enumerate(spoilt(rank, 4, range(2, 3))):
             log().clear()
             state, metrics = train(state, *given)
@@ -313,10 +317,8 @@ def test_a_guarded_step_reads_nothing(ranks: Ranks) -> None:
 
 def test_a_limit_on_skipped_steps_reads_now_and_then(ranks: Ranks) -> None:
     def run() -> tuple[list[bool], int, str]:
-        module, rank = model(), int(ltx.axis_index())
-        step = ltx.data_parallel(loss_of(module), ltx.DDPStrategy(**SMALL))
-        train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.AdamW, lr=1e-2), guard="skip", max_skipped=3)
-        state, reads = train.init(dict(module.named_parameters())), []
+        train, state, rank = prepared(guard="skip", max_skipped=3)
+        reads = []
         try:
             for given in spoilt(rank, 12, range(2, 12)):
                 log().clear()

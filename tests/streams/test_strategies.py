@@ -14,7 +14,7 @@ from ltx.strategies.decentralized import Decentralized
 from tests.kinds import Ranks
 from tests.streams.backend import log
 from tests.streams.pool import StreamedPool
-from tests.streams.test_steps import SMALL, batch, loss_of, model
+from tests.streams.test_steps import SMALL, batch, prepared
 
 
 def test_nobody_waits_for_a_round_in_the_background(ranks: Ranks) -> None:
@@ -45,11 +45,7 @@ def test_nobody_waits_for_a_round_in_the_background(ranks: Ranks) -> None:
 
 
 def gossiping(strategy: ltx.Strategy) -> Any:
-    module, rank = model(), int(ltx.axis_index())
-    train = ltx.train_step(
-        ltx.data_parallel(loss_of(module), strategy), ltx.optim.from_torch(torch.optim.AdamW, lr=1e-2)
-    )
-    state = train.init(dict(module.named_parameters()))
+    train, state, rank = prepared(strategy)
     for step in range(4):
         log().clear()
         state, _ = train(state, *batch(rank, step))
@@ -72,10 +68,7 @@ def test_parameters_that_are_given_away_keep_their_memory(strategy: ltx.Strategy
     """What ranks share after the optimizer is written where the old ones lie, and comes to the same."""
 
     def run(donate: bool) -> tuple[bool, dict[str, Tensor]]:
-        module, rank = model(), int(ltx.axis_index())
-        adamw = ltx.optim.from_torch(torch.optim.AdamW, lr=1e-2)
-        train = ltx.train_step(ltx.data_parallel(loss_of(module), strategy), adamw, donate=donate, overlap=overlap)
-        state = train.init(dict(module.named_parameters()))
+        train, state, rank = prepared(strategy, donate=donate, overlap=overlap)
         places = [x.data_ptr() for x in state.params.values()]
         for step in range(3):
             state, _ = train(state, *batch(rank, step))

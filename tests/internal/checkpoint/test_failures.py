@@ -8,8 +8,6 @@ import re
 import resource
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -29,6 +27,7 @@ from ltx.core.comm.store_exchange import StoreExchange
 from ltx.errors import CheckpointError, InputError, LtxError, RankMismatchError, TreeError
 from tests import train_on
 from tests.kinds import OnNewAxis, Ranks
+from tests.programs import begun, end, finished, of_torchrun
 
 SIZE = 20_000
 ADAM = ltx.optim.from_torch(torch.optim.Adam, lr=0.1)
@@ -350,45 +349,8 @@ def test_a_failure_that_nobody_asks_for_is_a_warning(tmp_path: Path) -> None:
 # --- processes that end ----------------------------------------------------------------------------------------------
 
 
-def run_processes(code: str, n: int, *args: str) -> list[subprocess.Popen[str]]:
-    """`code` in n processes that find each other as torchrun's do."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    env = {**os.environ, "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1"}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", code, *args],
-            env={**env, "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(n)
-    ]
-
-
-def end(processes: list[subprocess.Popen[str]]) -> None:
-    """Kill what still runs."""
-    for process in processes:
-        process.kill()
-        process.wait()
-        for stream in (process.stdout, process.stderr):
-            assert stream is not None
-            stream.close()
-
-
 #: Starting Python and torch anew takes a while on a busy machine.
 STARTS_PROCESSES = pytest.mark.timeout(200)
-
-
-def finished(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
-    """(exit code, output, errors) of each, none of which is left."""
-    try:
-        outputs = [process.communicate(timeout=150) for process in processes]
-        return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
-    finally:
-        end(processes)
 
 
 DIES = """
@@ -412,7 +374,7 @@ with ltx.init() as world:
 @pytest.mark.full
 @STARTS_PROCESSES
 def test_a_rank_that_dies_while_it_saves(tmp_path: Path) -> None:
-    (code, said, errors), (other, _, _) = finished(run_processes(DIES, 2, str(tmp_path)))
+    (code, said, errors), (other, _, _) = finished(begun(["-c", DIES, str(tmp_path)], of_torchrun(2)), 150)
     assert (code, other) == (3, 9), errors
     assert said.strip() == "rank 0: checkpoint.save failed: the process of rank 1 is gone, or shows no sign of life."
     assert [file.name for file in tmp_path.iterdir()] == ["step_00000000"]
@@ -429,7 +391,7 @@ with ltx.init() as world:
 @pytest.mark.full
 @STARTS_PROCESSES
 def test_the_end_of_the_world_waits_for_it(tmp_path: Path) -> None:
-    for code, _, errors in finished(run_processes(ENDS, 2, str(tmp_path))):
+    for code, _, errors in finished(begun(["-c", ENDS, str(tmp_path)], of_torchrun(2)), 150):
         assert (code, errors) == (0, "")
     assert [file.name for file in tmp_path.iterdir()] == ["step_00000000"]
 
@@ -466,7 +428,8 @@ def run():
 @pytest.mark.full
 @STARTS_PROCESSES
 def test_a_signal_to_one_process_stops_all_after_the_same_step(ranks: Ranks, tmp_path: Path) -> None:
-    processes = run_processes(f"{TRAINS}\nwith ltx.init():\n    run()", 2, str(tmp_path), "1000000000")
+    program = f"{TRAINS}\nwith ltx.init():\n    run()"
+    processes = begun(["-c", program, str(tmp_path), "1000000000"], of_torchrun(2))
     try:
         for process in processes:
             assert process.stdout is not None
@@ -475,7 +438,7 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(ranks: Ranks, tmp
     except BaseException:
         end(processes)
         raise
-    (code, said, errors), (other_code, other_said, other_errors) = finished(processes)
+    (code, said, errors), (other_code, other_said, other_errors) = finished(processes, 150)
     assert (errors, other_errors) == ("", "")
     assert (code, other_code) == (RESUMABLE, RESUMABLE) == (75, 75)
     assert said == other_said

@@ -126,20 +126,17 @@ def test_who_looks_between_the_renames_finds_the_old_one(tmp_path: Path, monkeyp
     assert names(tmp_path) == ["step_00000000"]
 
 
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error")], ids=["disk"])
-def test_one_that_cant_be_replaced_is_still_there(
-    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_cant_be_replaced_is_still_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, "old")
     rename = os.rename
 
     def fail(source: Any, target: Any) -> None:
         if Path(target).name == "step_00000000" and Path(source).name.startswith(".step_"):
-            raise error
+            raise OSError(errno.EIO, "Input/output error")
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", fail)
-    with pytest.raises((CheckpointError, KeyboardInterrupt)):
+    with pytest.raises(CheckpointError):
         save(tmp_path, "new")
     monkeypatch.undo()
     assert names(tmp_path) == ["step_00000000"]

@@ -16,7 +16,6 @@ from torch import Tensor
 
 import ltx
 from ltx.core import comm
-from ltx.core.ranks.backings import mesh_part
 from ltx.errors import AxisError
 from tests import train_on
 from tests.kinds import Ranks
@@ -214,20 +213,6 @@ def test_as_many_messages_as_on_a_flat_axis(ranks: Ranks, seed: int) -> None:
         torch.testing.assert_close(some, {"psum": row.sum(0), "all_gather": row.movedim(0, 1)})
         assert on_some == ["psum", "all_gather"]
         assert opened == 1  # for ("data", "one", "pod"), whose ranks have another order
-
-
-def test_members_of_a_part_of_a_mesh() -> None:
-    for rank in range(24):
-        a, b, c = rank // 12, rank // 4 % 3, rank % 4
-        expected = {
-            (0, 2): [i * 12 + b * 4 + k for i in range(2) for k in range(4)],
-            (2, 1): [a * 12 + j * 4 + k for k in range(4) for j in range(3)],
-            (1,): [a * 12 + j * 4 + c for j in range(3)],
-        }
-        for dims, members in expected.items():
-            part = mesh_part((2, 3, 4), dims)
-            assert part.members(rank) == tuple(members)
-            assert sorted(sum(part.groups, ())) == list(range(24))
 
 
 def test_what_none_means() -> None:

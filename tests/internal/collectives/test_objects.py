@@ -41,19 +41,13 @@ def test_an_object_that_cannot_be_pickled_raises_on_every_rank(ranks: Ranks) -> 
         rank = int(ltx.axis_index())
         text = said(TypeError, lambda: ltx.broadcast_object(None if rank else threading.Lock()))
         gathered = said(TypeError, lambda: ltx.all_gather_object((i for i in range(3)) if rank else 1))
-        return text, gathered, ltx.broadcast_object("still in step")
+        # What only the receivers can't pickle doesn't matter.
+        return text, gathered, ltx.broadcast_object(threading.Lock() if rank else "still in step")
 
     text, gathered, after = ranks(2).run(run).replicated()
     assert text.startswith("broadcast_object: rank 0's object can't be pickled: TypeError: cannot pickle")
     assert "rank 1's object can't be pickled" in gathered
     assert after == "still in step"
-
-
-def test_what_only_the_receivers_cannot_pickle_does_not_matter(ranks: Ranks) -> None:
-    def run() -> Any:
-        return ltx.broadcast_object(1 if int(ltx.axis_index()) == 0 else threading.Lock())
-
-    assert ranks(2).run(run).replicated() == 1
 
 
 def test_objects_have_no_simulated_form() -> None:

@@ -7,7 +7,6 @@ import signal
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import pytest
@@ -163,36 +162,6 @@ def test_a_rank_that_raises_alone_and_goes_on_ends_the_world(sockets: bool, on_n
     assert raised[0] == "BrokenError: bad batch"
     assert raised[1].startswith(("DeadlockDetectedError", "RankMismatchError"))
     assert len(raised) == 2
-
-
-def test_ranks_may_leave_a_plain_step_out_together(on_new_axis: OnNewAxis) -> None:
-    """One forward pass has raised, and the ranks ask each other before anybody begins the backward pass."""
-
-    def run() -> tuple[float, float]:
-        step = ltx.data_parallel(lambda w, bad: w.square() * (1 // (not bad)))
-        _gradient()
-        went_well = 1.0
-        try:
-            step(torch.tensor(1.0, requires_grad=True), ltx.axis_index() == 1)
-        except ZeroDivisionError:
-            went_well = 0.0
-        return ltx.pmin(torch.tensor(went_well)).item(), _gradient()
-
-    assert list(on_new_axis(run)) == [(0.0, 1.5)] * 2
-
-
-def test_a_plain_step_that_one_rank_leaves_out_alone(on_new_axis: OnNewAxis) -> None:
-    def run() -> list[str]:
-        step = ltx.data_parallel(lambda w, bad: w.square() * (1 // (not bad)))
-        bad = int(ltx.axis_index()) == 1
-        gradient = torch.func.grad(step)
-        return [_said(partial(gradient, torch.tensor(1.0), now)) for now in (False, bad, False)]
-
-    told, raised = on_new_axis(run)
-    assert told[0] == raised[0] == ""
-    assert "rank 1 has left a forward pass on axis 'data' halfway (ZeroDivisionError: " in told[1]
-    assert raised[1].startswith("ZeroDivisionError")
-    assert raised[2].startswith(("DeadlockDetectedError", "RankMismatchError"))
 
 
 @dataclass(frozen=True, kw_only=True)

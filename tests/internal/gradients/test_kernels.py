@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ltx
 from ltx.core.base import noise
 from ltx.core.gradients import comm_hook
-from ltx.core.gradients.reduction import Bucket
+from ltx.core.gradients.reduction import Bucket, LeafState
 from ltx.core.optim.kernel import run_aligned
 
 READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
@@ -61,6 +61,33 @@ def test_packing_copies_together_what_lies_alike(hook: Any, monkeypatch: pytest.
     assert alone == {"aten::_foreach_copy_": 1, "aten::mul": 2}, "no list is multiplied by 1"
     expected = torch.cat([(g / 4).to(hook.wire_dtype(g.dtype)).reshape(-1) for g in grads])
     assert torch.equal(comm_hook.pack(grads, bucket, hook, 4, states), expected)
+
+
+HOOKS = [ltx.hooks.AllReduce(), ltx.hooks.FP16(), ltx.hooks.error_feedback(ltx.hooks.ByteGrad()), ltx.hooks.PowerSGD()]
+SHAPES = [(), (3,), (4, 5), (0,), (2, 1, 3), (100, 100)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize("hook", HOOKS, ids=repr)
+def test_packing_by_few_kernels(hook: ltx.hooks.CommHook, dtype: torch.dtype, seed: int) -> None:
+    grads = [torch.randn(shape).to(dtype) for shape in SHAPES]
+    grads[2] = grads[2].T.contiguous().T  # as of a linear layer
+    bucket = Bucket.of(0, grads)
+    states: list[LeafState] = [{k: torch.randn_like(x) for k, x in hook.init(g).items()} for g in grads]
+    expected = comm_hook.pack(grads, bucket, hook, 3, states)
+    flat = torch.empty_like(expected)
+    terms = [hook.extra_terms(state, 3) for state in states]
+    comm_hook._pack_by_foreach(grads, flat, bucket, hook.scale(3), terms)
+    torch.testing.assert_close(flat, expected)
+
+
+def test_accelerators_pack_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[Any] = []
+    monkeypatch.setattr(comm_hook, "_pack_by_foreach", lambda *arguments: used.append(arguments))
+    leaf: Tensor = torch.ones(2, device="meta")
+    bucket = Bucket.of(0, [leaf])
+    comm_hook.pack([leaf], bucket, ltx.hooks.AllReduce(), 2, [{}])
+    assert len(used) == 1
 
 
 def test_optimizers_copy_gradients_that_lie_otherwise_alone() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +10,7 @@ import ltx
 from ltx import hooks
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.strategies.horovod import Scaled
-from ltx.strategies.nodes import ByNode, WithinNode
+from ltx.strategies.nodes import ByNode
 from ltx.strategies.qadam import MeanMomentum
 from tests.kinds import Ranks
 from tests.train_on import mine
@@ -69,28 +67,6 @@ def test_fp16_divides_before_it_rounds_and_overflows_alike(ranks: Ranks) -> None
     assert ranks(2).run(lambda: reduce("fp16", mine(xs))).replicated().tolist() == [60000.0, float("inf")]
 
 
-def bytes_sent(name: str) -> int:
-    with ltx.profile.record() as trace:
-        reduce(name, torch.ones(1000))
-    return sum(event.nbytes for event in trace.events if event.label.startswith("bucket"))
-
-
-@pytest.mark.parametrize(("name", "nbytes"), [("allreduce", 4000), ("fp16", 2000), ("bf16", 2000)])
-def test_bytes_on_the_wire(name: str, nbytes: int, ranks: Ranks) -> None:
-    assert ranks(2).run(bytes_sent, name).replicated() == nbytes
-
-
-@pytest.mark.parametrize("name", HOOKS)
-def test_is_a_value(name: str) -> None:
-    hook = HOOKS[name]
-    assert pickle.loads(pickle.dumps(hook)) == hook == type(hook)()
-    assert hash(hook) == hash(type(hook)())
-    assert sum(hook == other for other in HOOKS.values()) == 1
-    assert repr(hook) == f"{type(hook).__name__}()"
-    assert hook.init(torch.ones(2)) == {}
-    assert hook.exact is (name == "allreduce")
-
-
 def test_gradients_of_gradients_are_exact(ranks: Ranks, seed: int) -> None:
     """The outer backward pass goes through the inner one, on the wire too."""
     w, v = torch.randn(2, 50, dtype=torch.float64)
@@ -123,17 +99,6 @@ def test_what_is_no_mean_has_no_derivative_and_no_sparse_form(seed: int) -> None
         ltx.vmap(torch.func.hessian(step), in_dims=(None, 0))(w, x)
     with pytest.raises(UnsupportedError, match=r"needs a mean of gradients, which Noop\(\) doesn't"):
         ltx.sync_gradients({"table": torch.eye(3).to_sparse()}, strategy)
-
-
-def test_a_chain_is_what_its_first_hook_is() -> None:
-    chained = hooks.chain(Scaled(hooks.AllReduce(), "sum"), hooks.BF16())
-    assert chained.derivative_scale(4) == 1.0
-    assert hooks.chain(hooks.PowerSGD(), hooks.BF16()).needs_whole
-
-
-def test_samples_side_by_side_only_for_hooks_that_say_so() -> None:
-    assert not hooks.CommHook().elementwise
-    assert all(hook.elementwise for hook in (*HOOKS.values(), hooks.Noop(), WithinNode(2)))
 
 
 @pytest.mark.parametrize("outer", OUTER, ids=repr)

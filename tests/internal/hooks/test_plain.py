@@ -14,6 +14,7 @@ from ltx import hooks
 from ltx.core.gradients import comm_hook
 from ltx.core.gradients.comm_hook import CHUNK
 from ltx.hooks import CompressedAllReduce
+from ltx.hooks.powersgd import multiply_all, orthonormal_all, row_norms
 from tests.contract.hooks.table import FED_BACK, HOOKS
 
 CODECS: dict[str, CompressedAllReduce] = {
@@ -175,3 +176,23 @@ def test_hooks_with_residuals(
     assert all(x.isfinite().all() for x in ltx.tree.flatten(leaves)[0])
     if spoilt is not None:
         assert not results[2][spoilt].isfinite().all()
+
+
+#: (rows, columns, rank): two of one shape apart from each other, and one that is too large to be copied for it.
+MATRICES = [(6, 5, 2), (3, 9, 1), (6, 5, 2), (2000, 600, 2), (3, 9, 1), (6, 5, 2)]
+
+
+def test_many_matrices_at_once(readable: Callable[[], None], seed: int) -> None:
+    """Products, norms and orthonormal rows, as accelerators take them, are those one by one."""
+    lefts = [torch.randn(rows, columns, dtype=torch.float64) for rows, columns, _ in MATRICES]
+    rights = [torch.randn(r, columns, dtype=torch.float64).mT for _, columns, r in MATRICES]
+
+    def run() -> list[list[Tensor]]:
+        products = multiply_all(lefts, rights)
+        return [products, row_norms(products), orthonormal_all(products)]
+
+    one_by_one = run()
+    readable()
+    for mine, expected in zip(run(), one_by_one, strict=True):
+        torch.testing.assert_close(mine, expected)
+    assert (multiply_all([], []), row_norms([]), orthonormal_all([])) == ([], [], [])

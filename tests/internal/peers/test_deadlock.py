@@ -208,56 +208,63 @@ IN_A = told(waiting(1, "a", 5), a=(5, [1]), b=(3, [1]))
 IN_B = told(waiting(1, "b", 4), a=(4, [1]), b=(4, [1]))
 
 
-def test_each_waits_for_what_the_other_has_not_issued() -> None:
-    assert set(stuck({0: IN_A, 1: IN_B})) == {(0, 1), (1, 1)}
+BOTH = {(0, 1), (1, 1)}
 
 
-def test_one_that_has_issued_it_is_waited_for_with_reason() -> None:
-    assert stuck({0: IN_A, 1: told(waiting(1, "b", 4), a=(5, [1]), b=(4, [1]))}) == {}
+def in_a_ring(i: int) -> Told:
+    mine, next_one = f"axis{i}", (i + 1) % 3
+    wait = ThreadWait(1, 0, mine, 1, sorted([i, next_one]), mine)
+    return told(wait, **{mine: (1, [1]), f"axis{(i - 1) % 3}": (0, [1])})
 
 
-def test_a_peer_that_does_not_wait_may_still_come() -> None:
-    assert stuck({0: IN_A, 1: Told()}) == {}
+RING = {i: in_a_ring(i) for i in range(3)}
+#: What ranks say, and which of their threads, by rank and thread, wait for each other.
+STUCK: dict[str, tuple[dict[int, Told], set[tuple[int, int]]]] = {
+    "each waits for what the other has not issued": ({0: IN_A, 1: IN_B}, BOTH),
+    "one has issued it": ({0: IN_A, 1: told(waiting(1, "b", 4), a=(5, [1]), b=(4, [1]))}, set()),
+    "a peer that doesn't wait may still come": ({0: IN_A, 1: Told()}, set()),
+    "a thread that doesn't wait may still issue it": (
+        {0: IN_A, 1: told(waiting(1, "b", 4), a=(4, [1, 2]), b=(4, [1]))},
+        set(),
+    ),
+    "nobody has issued there yet: whoever is known will": (
+        {0: IN_A, 1: told(waiting(1, "b", 4), a=(0, []), b=(4, [1]))},
+        BOTH,
+    ),
+    "nobody has, and another thread is known": (
+        {0: IN_A, 1: told(waiting(1, "b", 4), a=(0, []), b=(4, [1]), c=(1, [2]))},
+        set(),
+    ),
+    "ranks wait for each other, but no thread for one that waits": (
+        {
+            0: told(waiting(1, "a", 5), a=(5, [1]), b=(3, [2])),
+            1: told(waiting(2, "b", 4), a=(4, [1]), b=(4, [2])),
+        },
+        set(),
+    ),
+    "a ring of three": (RING, BOTH | {(2, 1)}),
+    "of a ring the third computes, and then comes": ({**RING, 2: Told()}, set()),
+    "a third that computes does not help the other two": (
+        {
+            0: told(waiting(1, "a", 5, 3), a=(5, [1]), b=(3, [1])),
+            1: told(waiting(1, "b", 4, 3), a=(4, [1]), b=(4, [1])),
+            2: Told(),
+        },
+        BOTH,
+    ),
+    "who waits for those in a deadlock is in it": (
+        {
+            0: Told(IN_A.waits, {**IN_A.counts, "c": (0, [1])}),
+            1: IN_B,
+            2: Told([ThreadWait(1, 0, "c", 1, [0, 2], "c")], {"c": (1, [1])}),
+        },
+        BOTH | {(2, 1)},
+    ),
+    "an axis that a peer has closed, or not opened yet": ({0: IN_A, 1: told(waiting(1, "b", 4), b=(4, [1]))}, set()),
+}
 
 
-def test_a_thread_that_does_not_wait_may_still_issue_it() -> None:
-    assert stuck({0: IN_A, 1: told(waiting(1, "b", 4), a=(4, [1, 2]), b=(4, [1]))}) == {}
-    new = told(waiting(1, "b", 4), a=(0, []), b=(4, [1]))
-    assert len(stuck({0: IN_A, 1: new})) == 2, "nobody has issued there yet: whoever is known will"
-    other = told(waiting(1, "b", 4), a=(0, []), b=(4, [1]), c=(1, [2]))
-    assert stuck({0: IN_A, 1: other}) == {}
-
-
-def test_threads_that_wait_crosswise() -> None:
-    """Ranks wait for each other, but no thread for one that waits."""
-    first = told(waiting(1, "a", 5), a=(5, [1]), b=(3, [2]))
-    second = told(waiting(2, "b", 4), a=(4, [1]), b=(4, [2]))
-    assert stuck({0: first, 1: second}) == {}
-
-
-def test_a_ring_of_three() -> None:
-    def rank(i: int, **more: tuple[int, list[int]]) -> Told:
-        mine, next_one = f"axis{i}", (i + 1) % 3
-        wait = ThreadWait(1, 0, mine, 1, sorted([i, next_one]), mine)
-        return told(wait, **{mine: (1, [1]), f"axis{(i - 1) % 3}": (0, [1])})
-
-    ring = {i: rank(i) for i in range(3)}
-    assert len(stuck(ring)) == 3
-    assert stuck({**ring, 2: Told()}) == {}, "the third computes, and then comes"
-
-
-def test_a_third_that_computes_does_not_help_the_other_two() -> None:
-    first = told(waiting(1, "a", 5, 3), a=(5, [1]), b=(3, [1]))
-    second = told(waiting(1, "b", 4, 3), a=(4, [1]), b=(4, [1]))
-    assert set(stuck({0: first, 1: second, 2: Told()})) == {(0, 1), (1, 1)}
-
-
-def test_who_waits_for_those_in_a_deadlock_is_in_it() -> None:
-    third = Told([ThreadWait(1, 0, "c", 1, [0, 2], "c")], {"c": (1, [1])})
-    first = Told(IN_A.waits, {**IN_A.counts, "c": (0, [1])})
-    assert set(stuck({0: first, 1: IN_B, 2: third})) == {(0, 1), (1, 1), (2, 1)}
-
-
-def test_an_axis_that_a_peer_does_not_have_is_not_waited_for() -> None:
-    """It has closed it, or not opened it yet."""
-    assert stuck({0: IN_A, 1: told(waiting(1, "b", 4), b=(4, [1]))}) == {}
+@pytest.mark.parametrize("row", STUCK)
+def test_who_is_stuck(row: str) -> None:
+    said, expected = STUCK[row]
+    assert set(stuck(said)) == expected

@@ -6,11 +6,9 @@ import asyncio
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
@@ -29,9 +27,10 @@ from ltx.errors import LtxError
 from ltx.peers import watcher as module
 from ltx.peers.diagnosis import Record, Status
 from ltx.peers.watcher import Watcher, hold_watcher, release_watcher
-from tests.forks import SILENT_S, Ranks, free_port, hold_store, settles
+from tests.forks import SILENT_S, Ranks, hold_store, settles
+from tests.kinds import Started
+from tests.programs import begun, end, of_torchrun
 
-ROOT = Path(__file__).parents[3]
 SIZE = 3
 Body = Callable[[int, Callable[[str], None]], None]
 
@@ -45,24 +44,18 @@ def _sum(tell: Callable[[str], None]) -> None:
         tell(f"{type(error).__name__} after {time.monotonic() - began:.1f} s: {error}")
 
 
-@pytest.fixture
-def ranks() -> Iterator[Callable[..., Ranks]]:
-    started: list[Ranks] = []
+def up(started: Started, body: Body, held_by: str = "rank 0", **kwargs: Any) -> Ranks:
+    """Ranks that do `body` once all of them have met."""
 
-    def start(body: Body, held_by: str = "rank 0", timeout_s: float = 60.0, **kwargs: Any) -> Ranks:
-        def goes_on(tell: Callable[[Any], None]) -> None:
-            ltx.psum(torch.ones(3))
-            tell("up")
-            body(ltx.world().rank, tell)
-            time.sleep(60)  # the others are to find their errors by themselves, not by this one's end
+    def goes_on(tell: Callable[[Any], None]) -> None:
+        ltx.psum(torch.ones(3))
+        tell("up")
+        body(ltx.world().rank, tell)
+        time.sleep(60)  # the others are to find their errors by themselves, not by this one's end
 
-        started.append(Ranks(SIZE, goes_on, held_by, timeout_s=timeout_s, heartbeat_s=SILENT_S, **kwargs))
-        assert [started[-1].told(rank) for rank in range(SIZE)] == ["up"] * SIZE
-        return started[-1]
-
-    yield start
-    for each in started:
-        each.close()
+    world: Ranks = started(SIZE, goes_on, held_by, heartbeat_s=SILENT_S, **kwargs)
+    assert [world.told(rank) for rank in range(SIZE)] == ["up"] * SIZE
+    return world
 
 
 def test_who_is_only_late_is_not_taken_for_gone() -> None:
@@ -86,13 +79,13 @@ def test_who_is_only_late_is_not_taken_for_gone() -> None:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("sockets", [False, True])
 @pytest.mark.parametrize("stopped", [0, 1])
-def test_a_process_that_is_stopped(stopped: int, sockets: bool, ranks: Callable[..., Ranks]) -> None:
+def test_a_process_that_is_stopped(stopped: int, sockets: bool, started: Started) -> None:
     def body(rank: int, tell: Callable[[str], None]) -> None:
         if rank == stopped:
             os.kill(os.getpid(), signal.SIGSTOP)
         _sum(tell)
 
-    world = ranks(body, sockets=sockets)
+    world = up(started, body, sockets=sockets)
     others = [rank for rank in range(SIZE) if rank != stopped]
     told = {rank: world.told(rank) for rank in others}
     for rank, text in told.items():
@@ -143,15 +136,7 @@ def test_who_waited_for_a_stopped_peer_can_end() -> None:
         "    if world.rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
         "    ltx.psum(torch.ones(3))\n"
     )
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("TORCHELASTIC_", "LTX_"))}
-    meeting = {"WORLD_SIZE": str(SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environment = clean | meeting | {"PYTHONPATH": str(ROOT), "LTX_SHARED_MEMORY": "0"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script], env=environment | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(SIZE)
-    ]
+    processes = begun(["-c", script], [environ | {"LTX_SHARED_MEMORY": "0"} for environ in of_torchrun(SIZE)])
     try:
         for rank in (0, 2):
             _, err = processes[rank].communicate(timeout=100)
@@ -160,28 +145,10 @@ def test_who_waited_for_a_stopped_peer_can_end() -> None:
             assert f"PeerLostError: rank {rank}: " in err
             assert "rank 1 on axis 'data' has shown no sign of life" in err
     finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+        end(processes)
 
 
-@pytest.mark.full
-def test_a_slow_peer_is_no_lost_one(ranks: Callable[..., Ranks]) -> None:
-    """One that computes in Python, one that sleeps: both for longer than the heartbeat timeout."""
-
-    def body(rank: int, tell: Callable[[str], None]) -> None:
-        end = time.monotonic() + SILENT_S + 2
-        while rank == 0 and time.monotonic() < end:
-            pass
-        if rank == 1:
-            time.sleep(SILENT_S + 2)
-        _sum(tell)
-
-    world = ranks(body)
-    assert [world.told(rank) for rank in range(SIZE)] == ["completed"] * SIZE
-
-
-def test_a_rank_that_came_is_not_named_though_it_is_behind(ranks: Callable[..., Ranks]) -> None:
+def test_a_rank_that_came_is_not_named_though_it_is_behind(started: Started) -> None:
     """What counts is the collective that is waited for, not the last one that this rank has issued."""
 
     def body(rank: int, tell: Callable[[str], None]) -> None:
@@ -192,13 +159,13 @@ def test_a_rank_that_came_is_not_named_though_it_is_behind(ranks: Callable[..., 
             except LtxError as error:
                 tell(f"{type(error).__name__}: {error}")
 
-    text = ranks(body, timeout_s=6).told(0)
+    text = up(started, body, timeout_s=6).told(0)
     assert text.startswith("CollectiveTimeoutError: rank 0: async psum (issue 4) on axis 'data'"), text
     assert "within 6 s: rank 2 is at issue 2 and never came to it. Every rank must call" in text
 
 
 @pytest.mark.full
-def test_steps_go_on_without_the_store(ranks: Callable[..., Ranks]) -> None:
+def test_steps_go_on_without_the_store(started: Started) -> None:
     """It was another process', such as a launcher's. Only what is new can't be compared any more."""
     dead = get_context("fork").Event()
 
@@ -215,7 +182,7 @@ def test_steps_go_on_without_the_store(ranks: Callable[..., Ranks]) -> None:
         except LtxError as error:
             tell(f"{type(error).__name__}: {error}")
 
-    world = ranks(body, held_by="launcher", sockets=True)
+    world = up(started, body, held_by="launcher", sockets=True)
     assert [world.told(rank) for rank in range(SIZE)] == ["ready"] * SIZE
     world.holder.kill()
     world.holder.join()
@@ -228,7 +195,7 @@ def test_steps_go_on_without_the_store(ranks: Callable[..., Ranks]) -> None:
 
 
 @pytest.mark.full
-def test_waiting_costs_the_store_as_much_however_many_ranks_there_are(started: Callable[..., Ranks]) -> None:
+def test_waiting_costs_the_store_as_much_however_many_ranks_there_are(started: Started) -> None:
     def body(tell: Callable[[Any], None]) -> None:
         asked: list[str] = []
 
@@ -312,7 +279,7 @@ def test_a_world_opens_three_connections_a_rank_before_it_expects_answers(slow_s
 
 @pytest.mark.full
 @pytest.mark.parametrize("at", ["before", "exchange"])
-def test_rank_0_dies_with_the_store_while_ranks_save(at: str, tmp_path: Path, started: Callable[..., Ranks]) -> None:
+def test_rank_0_dies_with_the_store_while_ranks_save(at: str, tmp_path: Path, started: Started) -> None:
     """The others exchange values by a file then, which the last of them removes."""
 
     def body(tell: Callable[[Any], None]) -> str:
@@ -346,7 +313,7 @@ def test_rank_0_dies_with_the_store_while_ranks_save(at: str, tmp_path: Path, st
     [(3, 1, signal.SIGKILL), (2, 0, signal.SIGSTOP), (4, 3, signal.SIGKILL), (3, 2, signal.SIGSTOP)],
 )
 def test_a_peer_that_goes_after_the_store(
-    size: int, gone: int, how: signal.Signals, what: str, tmp_path: Path, started: Callable[..., Ranks]
+    size: int, gone: int, how: signal.Signals, what: str, tmp_path: Path, started: Started
 ) -> None:
     """The last rank holds a second store, in which the others see who lives; they see it too if that rank goes."""
     over = get_context("fork").Event()
@@ -371,7 +338,7 @@ def test_a_peer_that_goes_after_the_store(
         assert world.told(rank).startswith(f"PeerLostError: rank {rank}: ")
 
 
-def test_a_rank_that_waits_on_without_rank_0_and_its_store(started: Callable[..., Ranks]) -> None:
+def test_a_rank_that_waits_on_without_rank_0_and_its_store(started: Started) -> None:
     """gloo may not tell it of a connection that has ended while the process was stopped; nor the other's kernel."""
 
     def body(tell: Callable[[Any], None]) -> None:
@@ -394,7 +361,7 @@ def test_a_rank_that_waits_on_without_rank_0_and_its_store(started: Callable[...
     assert said.startswith("PeerLostError: rank 1: rank 0 on axis 'data' is gone, and with it the store"), said
 
 
-def test_rank_0_does_not_wait_for_the_dead_to_hear_why_it_leaves(started: Callable[..., Ranks]) -> None:
+def test_rank_0_does_not_wait_for_the_dead_to_hear_why_it_leaves(started: Started) -> None:
     def body(tell: Callable[[Any], None]) -> None:
         module._HEARD_S = 60.0
         ltx.psum(torch.ones(3))

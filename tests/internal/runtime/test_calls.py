@@ -17,7 +17,6 @@ import torch
 
 from ltx import Pool
 from ltx.runtime.messages import LARGE_BYTES, pack_call
-from tests.covering import some
 
 
 @pytest.fixture
@@ -59,15 +58,6 @@ def _call_elsewhere(frame: bytes) -> str:
     )
     assert done.returncode == 0, done.stderr.decode()
     return done.stdout.decode().strip()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("own", some(["here_own", "there_own"], "there_own"))
-def test_the_functions_own_module_goes_by_value(own: str, modules: Callable[[str, str], ModuleType]) -> None:
-    module = modules(own, "LIMIT = 3\ndef helper(x): return min(x, LIMIT)\ndef f(x): return helper(x) + 1\n")
-    assert _call_elsewhere(pack_call(1, module.f, (5,), {}).pickled) == "4"
-    vars(module)["LIMIT"] = 1  # as an editor or a notebook would
-    assert _call_elsewhere(pack_call(1, module.f, (5,), {}).pickled) == "2"
 
 
 @pytest.mark.full

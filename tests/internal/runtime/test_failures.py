@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import redirect_stdout, suppress
+from contextlib import nullcontext, redirect_stdout, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -41,22 +41,17 @@ from tests.forks import settles
 from tests.kinds import Ranks
 
 
-class TwoArgumentsError(Exception):
-    """Pickles, but doesn't unpickle: pickle calls it with the one argument that it passed on."""
-
-    def __init__(self, first: str, second: str):
-        super().__init__(f"{first} and {second}")
-
-
 def _works(pool: Pool) -> bool:
     return bool(pool.run(lambda: ltx.psum(torch.ones(1))).replicated().item() == len(pool))
 
 
 def test_an_exception_arrives_with_rank_type_text_and_cause(ranks: Ranks) -> None:
     def fails_on_one() -> None:
+        torch.ltx_test_note = os.getpid()  # type: ignore[attr-defined]
         if world().rank == 1:
             raise ValueError("no such luck")
 
+    before = list(ranks(2).run(os.getpid))
     with pytest.raises(CallFailedError, match=r"^rank 1 of 2 raised ValueError: no such luck\n") as caught:
         ranks(2).run(fails_on_one)
     error = caught.value
@@ -69,6 +64,7 @@ def test_an_exception_arrives_with_rank_type_text_and_cause(ranks: Ranks) -> Non
     assert "worker.py" not in str(error), "ltx's own frames are no news"
     assert "Other ranks" not in str(error)
     assert pickle.loads(pickle.dumps(error)).rank == 1
+    assert list(ranks(2).run(lambda: torch.__dict__.pop("ltx_test_note"))) == before, "workers keep their state"
     assert _works(ranks(2))
 
 
@@ -152,18 +148,6 @@ def test_a_rank_that_prints_without_end_is_not_waited_for_without_end() -> None:
         assert _works(pool)
 
 
-def test_workers_keep_their_state_after_a_failure(ranks: Ranks) -> None:
-    def fails() -> None:
-        torch.ltx_test_note = os.getpid()  # type: ignore[attr-defined]
-        raise RuntimeError("everywhere")
-
-    before = list(ranks(2).run(os.getpid))
-    with pytest.raises(CallFailedError):
-        ranks(2).run(fails)
-    assert list(ranks(2).run(lambda: torch.__dict__.pop("ltx_test_note"))) == before
-    assert _works(ranks(2))
-
-
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("sockets", [False, True])
 def test_a_peer_that_waits_in_a_collective_is_told_at_once(ranks: Ranks, sockets: bool) -> None:
@@ -190,20 +174,28 @@ def test_a_peer_that_waits_in_a_collective_is_told_at_once(ranks: Ranks, sockets
 
 
 @pytest.mark.full
-def test_a_peer_that_computes_is_asked_to_give_up(ranks: Ranks) -> None:
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_a_peer_that_computes_is_asked_to_give_up(stubborn: bool, ranks: Ranks) -> None:
     def endless() -> None:
         if world().rank == 1:
             raise ValueError("on one")
         while True:
-            time.sleep(0.01)
+            with suppress(BaseException) if stubborn else nullcontext():
+                time.sleep(0.01)
 
     before = list(ranks(2).run(os.getpid))
     with pytest.raises(CallFailedError, match=r"rank 1 of 2 raised ValueError: on one") as caught:
         ranks(2).run(endless)
-    assert re.search(
-        r"Other ranks: rank 0 was given up at test_failures\.py:\d+ in endless: time\.sleep\(0\.01\)", str(caught.value)
-    )
-    assert list(ranks(2).run(os.getpid)) == before
+    at, said = r"at test_failures\.py:\d+ in endless: ", str(caught.value)
+    if stubborn:
+        assert re.search(
+            rf"rank 0 didn't give up \(it catches KeyboardInterrupt, as BaseException, and goes on, {at}", said
+        )
+        assert "can't interrupt" not in said
+        assert _works(ranks(2))
+    else:
+        assert re.search(rf"Other ranks: rank 0 was given up {at}time\.sleep\(0\.01\)", said)
+        assert list(ranks(2).run(os.getpid)) == before
 
 
 @pytest.mark.full
@@ -264,80 +256,61 @@ def test_what_is_no_function(ranks: Ranks) -> None:
         ranks(2).run("print")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("asks", [input, breakpoint], ids=["input", "breakpoint"])
-def test_who_asks_the_keyboard(asks: Callable[..., Any], ranks: Ranks) -> None:
-    with pytest.raises(CallFailedError, match=r"raised UnsupportedError: input\('.*'\): a worker has no keyboard"):
-        ranks(2).run(asks)
+class TwoArgumentsError(Exception):
+    """Pickles, but doesn't unpickle: pickle calls it with the one argument that it passed on."""
+
+    def __init__(self, first: str, second: str):
+        super().__init__(f"{first} and {second}")
 
 
-@pytest.mark.full
-def test_a_peer_that_catches_the_interrupt_is_told_from_one_that_cant_be_interrupted(ranks: Ranks) -> None:
-    def stubborn() -> None:
-        if world().rank == 1:
-            raise ValueError("on one")
-        while True:
-            with suppress(BaseException):
-                time.sleep(0.01)
-
-    with pytest.raises(CallFailedError, match=r"rank 1 of 2 raised ValueError: on one") as caught:
-        ranks(2).run(stubborn)
-    assert "rank 0 didn't give up (it catches KeyboardInterrupt, as BaseException, and goes on, at " in str(
-        caught.value
-    )
-    assert "can't interrupt" not in str(caught.value)
-    assert _works(ranks(2))
+class MuteError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("mute")
 
 
-def test_exceptions_that_do_not_pickle(ranks: Ranks) -> None:
-    def fails() -> None:
-        error = ValueError("with a lock")
-        error.lock = threading.Lock()  # type: ignore[attr-defined]
-        raise error
-
-    with pytest.raises(CallFailedError, match=r"rank [01] of 2 raised ValueError: with a lock") as caught:
-        ranks(2).run(fails)
-    assert caught.value.__cause__ is None
-    assert "error.lock = threading.Lock()" not in caught.value.traceback_text
-    assert "raise error" in caught.value.traceback_text
+def _with_a_lock() -> None:
+    error = ValueError("with a lock")
+    error.lock = threading.Lock()  # type: ignore[attr-defined]
+    raise error
 
 
-def test_exceptions_that_do_not_unpickle(ranks: Ranks) -> None:
-    def fails() -> None:
-        raise TwoArgumentsError("this", "that")
-
-    with pytest.raises(CallFailedError, match="raised TwoArgumentsError: this and that") as caught:
-        ranks(2).run(fails)
-    assert caught.value.__cause__ is None
+def _of_two_arguments() -> None:
+    error = TwoArgumentsError("this", "that")
+    raise error
 
 
-def test_exceptions_whose_text_raises(ranks: Ranks) -> None:
-    class MuteError(Exception):
-        def __str__(self) -> str:
-            raise RuntimeError("mute")
-
-    def fails() -> None:
-        raise MuteError
-
-    with pytest.raises(CallFailedError, match=r"raised .*MuteError: <no text: its __str__ raised RuntimeError>"):
-        ranks(2).run(fails)
+def _mute() -> None:
+    raise MuteError
 
 
-def test_results_that_do_not_pickle(ranks: Ranks) -> None:
-    with pytest.raises(
-        CallFailedError, match=r"raised TypeError: pickling the result, which is of type lock: cannot pickle"
-    ):
-        ranks(2).run(threading.Lock)
+#: What is called, with which arguments; what is said.
+RAISED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
+    "input": (input, (), r"UnsupportedError: input\('.*'\): a worker has no keyboard"),
+    "breakpoint": (breakpoint, (), r"UnsupportedError: input\('.*'\): a worker has no keyboard"),
+    "an exception that doesn't pickle": (_with_a_lock, (), "ValueError: with a lock\n"),
+    "one that doesn't unpickle": (_of_two_arguments, (), "TwoArgumentsError: this and that"),
+    "one whose text raises": (_mute, (), ".*MuteError: <no text: its __str__ raised RuntimeError>"),
+    "a result that doesn't pickle": (
+        threading.Lock,
+        (),
+        "TypeError: pickling the result, which is of type lock: cannot pickle",
+    ),
+    "wrong arguments": (lambda: None, (1,), "TypeError: .*takes 0 positional arguments but 1 was given"),
+    "sys.exit": (sys.exit, (3,), "SystemExit: 3"),
+}
 
 
-def test_wrong_arguments(ranks: Ranks) -> None:
-    with pytest.raises(CallFailedError, match=r"raised TypeError: .*takes 0 positional arguments but 1 was given"):
-        ranks(2).run(lambda: None, 1)
-
-
-def test_sys_exit_ends_the_call_and_not_the_worker(ranks: Ranks) -> None:
+@pytest.mark.parametrize("name", RAISED)
+def test_what_is_said_of_an_exception(name: str, ranks: Ranks) -> None:
+    """It ends the call, and not the worker."""
+    call, arguments, said = RAISED[name]
     before = list(ranks(2).run(os.getpid))
-    with pytest.raises(CallFailedError, match="raised SystemExit: 3"):
-        ranks(2).run(sys.exit, 3)
+    with pytest.raises(CallFailedError, match=f"rank [01] of 2 raised {said}") as caught:
+        ranks(2).run(call, *arguments)
+    if name in ("an exception that doesn't pickle", "one that doesn't unpickle"):
+        assert caught.value.__cause__ is None
+        assert "raise error" in caught.value.traceback_text
+        assert "error.lock = threading.Lock()" not in caught.value.traceback_text
     assert list(ranks(2).run(os.getpid)) == before
 
 

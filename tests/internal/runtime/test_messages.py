@@ -47,14 +47,10 @@ def through(ends: tuple[Connection, Connection]) -> Send:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool])
 def test_tensors(n: int, dtype: torch.dtype, through: Send, seed: int) -> None:
     x = torch.randn(n).to(dtype) if dtype != torch.bool else torch.randn(n) > 0
-    back = through({"x": x, "empty": x[:0], "one": x[0], "strided": x[::2], "wide": x.reshape(2, -1).T})
-    assert torch.equal(back["x"], x)
-    assert back["x"].dtype == dtype
-    assert back["empty"].shape == (0,)
-    assert torch.equal(back["one"], x[0])
-    assert torch.equal(back["strided"], x[::2])
-    assert back["strided"].stride() == (2,)
-    assert torch.equal(back["wide"], x.reshape(2, -1).T)
+    sent = {"x": x, "empty": x[:0], "one": x[0], "strided": x[::2], "wide": x.reshape(2, -1).T}
+    back = through(sent)
+    for name, expected in sent.items():
+        torch.testing.assert_close(back[name], expected, rtol=0, atol=0, check_stride=True)
 
 
 @pytest.mark.parametrize("n", [SMALL, LARGE])
@@ -101,11 +97,6 @@ def test_sparse_tensors_and_their_memory(layout: torch.layout, through: Send, se
     gone = weakref.ref(back)
     del back
     assert gone() is None, "torch's own unpickling keeps it"
-
-
-def test_long_pickles(through: Send) -> None:
-    words = [f"word {i}" for i in range(50_000)]
-    assert through(words) == words
 
 
 def test_a_message_goes_to_several_receivers(seed: int) -> None:

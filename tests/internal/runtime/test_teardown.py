@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.covering import some
 from tests.forks import free_port
-
-ROOT = Path(__file__).parents[3]
+from tests.programs import begun, finished, of_torchrun
 
 PREAMBLE = """
 import glob, sys, time, torch, ltx
@@ -32,6 +28,15 @@ def gloo_threads():
 timeout = timedelta(seconds=60)
 """
 
+ONE_MORE = """
+here = init(timeout=timeout)
+total()
+if here.rank == 1: sys.exit(0)
+try:
+    {}
+except ltx.errors.PeerLostError as error:
+    print('rank 1 has ended its part of the world in good order' in str(error), 'ltx.uneven' in str(error))
+"""
 # For each: the script, and the exit status and last line of each rank.
 SCRIPTS = {
     "with": (
@@ -71,60 +76,19 @@ SCRIPTS = {
         "    print('told')",
         [(1, ""), (0, "told")],
     ),
-    "one more step on a rank than on the other": (
-        "here = init(timeout=timeout)\n"
-        "total()\n"
-        "if here.rank == 1: sys.exit(0)\n"
-        "try:\n"
-        "    total()\n"
-        "except ltx.errors.PeerLostError as error:\n"
-        "    print('rank 1 has ended its part of the world in good order' in str(error), 'ltx.uneven' in str(error))",
-        [(0, "True True"), (0, "")],
-    ),
+    "one more step on a rank than on the other": (ONE_MORE.format("total()"), [(0, "True True"), (0, "")]),
     "one more step on a rank than on the other, of another shape": (
-        "here = init(timeout=timeout)\n"
-        "total()\n"
-        "if here.rank == 1: sys.exit(0)\n"
-        "try:\n"
-        "    ltx.psum(torch.ones(3))\n"
-        "except ltx.errors.PeerLostError as error:\n"
-        "    print('rank 1 has ended its part of the world in good order' in str(error), 'ltx.uneven' in str(error))",
+        ONE_MORE.format("ltx.psum(torch.ones(3))"),
         [(0, "True True"), (0, "")],
     ),
     "an exception that nobody catches": ("init(timeout=timeout)\ntotal()\n1 / 0", [(1, ""), (1, "")]),
 }
 
 
-def _launch(command: list[str], **environment: str) -> subprocess.Popen[str]:
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
-    return subprocess.Popen(
-        [sys.executable, *command],
-        env=clean | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def _run_both(script: str) -> tuple[list[tuple[int, str]], list[str]]:
     """(exit status and last line of each rank, what each has said on stderr)"""
-    port = str(free_port())
-    processes = [
-        _launch(
-            ["-c", PREAMBLE + script], RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=100) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    ends = [
-        (process.returncode, out.strip().rpartition("\n")[2])
-        for process, (out, _) in zip(processes, outputs, strict=True)
-    ]
-    return ends, [err for _, err in outputs]
+    done = finished(begun(["-c", PREAMBLE + script], of_torchrun(2)))
+    return [(status, out.strip().rpartition("\n")[2]) for status, out, _ in done], [err for *_, err in done]
 
 
 @pytest.mark.full(but=1)
@@ -170,10 +134,7 @@ def test_torchrun_itself(tmp_path: Path) -> None:
     )
     script.write_text(PREAMBLE + turns)
     command = ["-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
-    process = _launch([*command, f"--master-port={free_port()}", str(script)])
-    try:
-        out, err = process.communicate(timeout=100)
-    finally:
-        process.kill()
-    assert process.returncode == 0, err
+    command += [f"--master-port={free_port()}", str(script)]
+    ((status, out, err),) = finished(begun(command, [{}]))
+    assert status == 0, err
     assert sorted(out.split("\n")[:-1]) == ["torchrun 0 3.0"] * 2 + ["torchrun 1 3.0"] * 2

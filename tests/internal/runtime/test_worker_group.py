@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ from ltx import Pool
 from ltx.errors import WorkerError
 from ltx.runtime.worker import starter
 from ltx.runtime.worker_group import WorkerGroup
-
-ROOT = Path(__file__).parents[3]
+from tests.programs import begun, end
 
 
 def _is_gone(pid: int) -> bool:
@@ -41,38 +39,24 @@ def _workers(size: int, start_timeout_s: float) -> WorkerGroup:
     return WorkerGroup(size, starter("popen", size, threads=1), 1, start_timeout_s)
 
 
-class Driver:
-    """A process of its own that runs `script`, with a temp folder of its own."""
-
-    def __init__(self, script: str, temp: Path):
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", script],
-            env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(temp)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
 @pytest.fixture
 def temp(tmp_path: Path) -> Path:
+    """The folder for temporary files of a driver."""
     (tmp_path / "temp").mkdir()
     return tmp_path / "temp"
 
 
 @pytest.fixture
-def drivers() -> Iterator[list[Driver]]:
-    started: list[Driver] = []
-    yield started
-    for driver in started:
-        driver.close()
+def driver(temp: Path) -> Iterator[Callable[[str], tuple[Any, Callable[[], str]]]]:
+    """``driver(script)`` is a process of its own that runs it, and what reads the next line that it prints."""
+    started: list[Any] = []
+
+    def start(script: str) -> tuple[Any, Callable[[], str]]:
+        started.extend(begun(["-c", script], [{"TMPDIR": str(temp)}]))
+        return started[-1], lambda: started[-1].stdout.readline().strip()
+
+    yield start
+    end(started)
 
 
 HANGS = """
@@ -90,23 +74,17 @@ def hang():
 
 
 @pytest.mark.full
-def test_workers_end_when_the_driver_is_killed(drivers: list[Driver], temp: Path) -> None:
-    driver = Driver(HANGS + "pool.run(hang)", temp)
-    drivers.append(driver)
-    pids = [int(pid) for pid in driver.line().split()]
-    assert driver.line() == "hanging"
-    driver.process.kill()
-    assert _wait_until_gone(pids) == []
-    assert list(temp.iterdir()) == []
-
-
-@pytest.mark.full
-def test_workers_end_with_a_driver_that_forgets_to_close(drivers: list[Driver], temp: Path) -> None:
-    driver = Driver(HANGS, temp)
-    drivers.append(driver)
-    pids = [int(pid) for pid in driver.line().split()]
-    assert driver.process.wait(timeout=90) == 0
-    assert _wait_until_gone(pids, limit_s=0.0) == [], "the driver waits for them before it ends"
+@pytest.mark.parametrize("killed", [True, False], ids=["is killed", "forgets to close"])
+def test_workers_end_with_the_driver(killed: bool, driver: Any, temp: Path) -> None:
+    process, line = driver(HANGS + ("pool.run(hang)" if killed else ""))
+    pids = [int(pid) for pid in line().split()]
+    if killed:
+        assert line() == "hanging"
+        process.kill()
+        assert _wait_until_gone(pids) == []
+    else:
+        assert process.wait(timeout=90) == 0
+        assert _wait_until_gone(pids, limit_s=0.0) == [], "the driver waits for them before it ends"
     assert list(temp.iterdir()) == []
 
 

@@ -16,15 +16,10 @@ import torch
 
 import ltx
 from ltx.core.base.handed_in import HandedIn
-from ltx.core.comm.operations import OPERATIONS
 from ltx.core.comm.transport import progress_everywhere
-from ltx.shared_memory.chunks import CHUNK_BYTES, CUTS, SMALL_BYTES
+from ltx.shared_memory.chunks import CHUNK_BYTES, SMALL_BYTES
 from ltx.shared_memory.transport import NOTE_WORDS, SEGMENT_BYTES, SLOTS, SharedMemoryTransport
 from tests.forks import settles
-
-
-def test_every_operation_has_a_cut() -> None:
-    assert CUTS.keys() == OPERATIONS.keys()
 
 
 def transport_of() -> Any:
@@ -161,37 +156,22 @@ def test_what_isnt_summed_in_parts_has_no_sum(ranks: Callable[[int], Any], opera
     assert ranks(2).run(total_of_no_sum, operation, arguments).replicated() is None
 
 
-def die_or_wait(rank_that_dies: int) -> str:
-    rank, channel = int(ltx.axis_index()), ltx.core.ranks.axis.find(None).comm.bucket_channel(0)
-    if rank == rank_that_dies:
-        os.kill(os.getpid(), 9)
-    try:
-        channel.issue("psum", torch.ones(10), "test").wait()
-    except ltx.errors.PeerLostError as error:
-        return str(error)
-    return "no error"
-
-
-def die_or_compare(rank_that_dies: int) -> str:
-    """The survivor is the first to come to a new collective."""
-    if int(ltx.axis_index()) == rank_that_dies:
-        os.kill(os.getpid(), 9)
-    try:
-        ltx.psum(torch.ones(10))
-    except ltx.errors.PeerLostError as error:
-        return str(error)
-    return "no error"
-
-
 @pytest.mark.full(but=1)
-@pytest.mark.parametrize("how", [die_or_wait, die_or_compare])
-def test_a_survivor_names_the_peer(tmp_path: Any, ranks: Callable[[int], Any], how: Callable[[int], str]) -> None:
+@pytest.mark.parametrize("waits", [True, False], ids=["waits", "is the first to come to a new collective"])
+def test_a_survivor_names_the_peer(tmp_path: Any, ranks: Callable[[int], Any], waits: bool) -> None:
     note = tmp_path / "survivor"
     ranks(2).run(lambda: None)
 
     def run() -> None:
-        # The transport knows it too, without the store.
-        note.write_text(f"{how(1)} {ltx.core.ranks.axis.find(None).comm.peers.gone('dead')}")
+        axis_comm, x = ltx.core.ranks.axis.find(None).comm, torch.ones(10)
+        channel = axis_comm.bucket_channel(0)
+        if int(ltx.axis_index()) == 1:
+            os.kill(os.getpid(), 9)
+        with pytest.raises(ltx.errors.PeerLostError) as raised:
+            channel.issue("psum", x, "test").wait() if waits else ltx.psum(x)
+        note.write_text(
+            f"{raised.value} {axis_comm.peers.gone('dead')}"
+        )  # the transport knows it too, without the store
 
     with pytest.raises(ltx.errors.WorkerError):
         ranks(2).run(run)

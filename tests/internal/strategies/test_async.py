@@ -322,26 +322,6 @@ def test_a_round_always_under_way(ranks: Ranks, seed: int) -> None:
             np.testing.assert_allclose(x.numpy(), sum(e[name] for e in expected[-1]) / 2, 1e-9, 1e-9)
 
 
-def test_simulated_ranks_keep_the_round_in_their_state(seed: int) -> None:
-    problem, strategy = make_problem(seed, 3), AsyncAveraging(schedule=(1, 1))
-    expected = async_averaging.rounds(0, 1, 1)(problem)
-    sgd = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
-    train = ltx.train_step(ltx.data_parallel(problem_loss, strategy), sgd)
-    state = train.init({k: torch.tensor(x) for k, x in problem.start.items()})
-    for step in range(problem.steps):
-        batch = torch.tensor(problem.x[step]), torch.tensor(problem.y[step])
-        state, _ = ltx.vmap(train, in_dims=(0 if step else None, 0, 0))(pickle.loads(pickle.dumps(state)), *batch)
-        assert [sorted(entry) for entry in state.sync_state.leaves.values()] == [["delta"]] * 3
-        for rank, params in enumerate(expected[step]):
-            for name, x in state.params.items():
-                np.testing.assert_allclose(x[rank].numpy(), params[name], 1e-9, 1e-9)
-    finished = ltx.vmap(train.finish)(state)
-    assert finished.sync_state.leaves == {}
-    for name, x in finished.params.items():
-        assert (x == x[0]).all()
-        np.testing.assert_allclose(x[0].numpy(), sum(e[name] for e in expected[-1]) / 3, 1e-9, 1e-9)
-
-
 @pytest.mark.full
 def test_a_compiled_graph_doesnt_leave_the_warm_up() -> None:
     strategy = AsyncAveraging(warmup_steps=2)

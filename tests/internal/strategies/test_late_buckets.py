@@ -64,48 +64,45 @@ def test_it_comes_to_the_same(name: str, make: Callable[[], ltx.optim.Optimizer]
     compare(ranks, name, seed, make)
 
 
-@pytest.mark.full(but=1)
-@pytest.mark.parametrize("name", OF_TWO)
-def test_with_micro_batches(name: str, ranks: Ranks, seed: int) -> None:
-    def of_samples(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        return loss(params, x.view(7)) if x.ndim == 1 else torch.stack([loss(params, one) for one in x]).mean()
-
-    def doubled(step: Any) -> Any:
-        accumulated = ltx.accumulate(step, 2)
-        return ltx.data_parallel(lambda p, x: accumulated.fn(p, torch.stack([x, 2 * x])), step.strategy)
-
-    compare(ranks, name, seed, fn=of_samples, wrap=doubled)
+def of_samples(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return loss(params, x.view(7)) if x.ndim == 1 else torch.stack([loss(params, one) for one in x]).mean()
 
 
-def test_with_weights(ranks: Ranks, seed: int) -> None:
+def doubled(step: Any) -> Any:
+    accumulated = ltx.accumulate(step, 2)
+    return ltx.data_parallel(lambda p, x: accumulated.fn(p, torch.stack([x, 2 * x])), step.strategy)
+
+
+def on_rank_0(params: dict[str, Tensor], x: Tensor) -> ltx.Weighted:
     """Rank 1 has no data."""
+    return ltx.Weighted(loss(params, x) * 3, torch.tensor(3.0 * (1 - ltx.world().rank)))
 
-    def weighted(params: dict[str, Tensor], x: Tensor) -> ltx.Weighted:
-        return ltx.Weighted(loss(params, x) * 3, torch.tensor(3.0 * (1 - ltx.world().rank)))
 
-    compare(ranks, "zero", seed, fn=weighted)
+def odd(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    """With parameters that are unused on a rank, used twice, and detached."""
+    h = x @ params["w"]
+    h = h @ params["w"].t() @ params["w"].detach()
+    return h.square().sum() + (params["b"].sum() if ltx.world().rank else 0.0)
 
 
 SCALED = ltx.Precision(compute=torch.float16, loss_scale=64.0)
 #: ZeRO sums gradients so, and sends parameters whole.
 REDUCED = ltx.Precision(compute=torch.float32, reduce=torch.bfloat16)
+#: Losses, and what is around their step; and with which strategies.
+STEPS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "micro-batches": ({"fn": of_samples, "wrap": doubled}, OF_TWO),
+    "weights": ({"fn": on_rank_0}, ["zero"]),
+    "reduced in half precision": ({"wrap": lambda step: ltx.mixed_precision(step, REDUCED)}, ["zero"]),
+    "in half precision": ({"wrap": lambda step: ltx.mixed_precision(step, SCALED)}, OF_TWO),
+    "odd parameters": ({"fn": odd}, OF_TWO),
+}
 
 
-@pytest.mark.full(but=2)
-@pytest.mark.parametrize(("name", "precision"), [("zero", REDUCED), *((name, SCALED) for name in OF_TWO)])
-def test_in_half_precision(name: str, precision: ltx.Precision, ranks: Ranks, seed: int) -> None:
-    compare(ranks, name, seed, wrap=lambda step: ltx.mixed_precision(step, precision))
-
-
-@pytest.mark.full(but=1)
-@pytest.mark.parametrize("name", OF_TWO)
-def test_parameters_unused_on_a_rank_used_twice_and_detached(name: str, ranks: Ranks, seed: int) -> None:
-    def odd(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        h = x @ params["w"]
-        h = h @ params["w"].t() @ params["w"].detach()
-        return h.square().sum() + (params["b"].sum() if ltx.world().rank else 0.0)
-
-    compare(ranks, name, seed, fn=odd)
+@pytest.mark.full(but=5)
+@pytest.mark.covering(1, of=lambda how, name: (how,))
+@pytest.mark.parametrize(("how", "name"), [(how, name) for how, (_, names) in STEPS.items() for name in names])
+def test_other_steps_come_to_the_same(how: str, name: str, ranks: Ranks, seed: int) -> None:
+    compare(ranks, name, seed, **STEPS[how][0])
 
 
 @pytest.mark.full(but=1)

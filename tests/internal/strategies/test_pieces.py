@@ -9,22 +9,9 @@ import ltx
 from ltx.core.transforms.strategy_update import may_be_written_to
 from ltx.errors import StrategyError
 from ltx.strategies import decentralized
-from ltx.strategies.decentralized import peers
 from ltx.strategies.diloco import cut
 from ltx.strategies.horovod import with_scaled_lr
 from tests.contract.strategies.test_horovod import SGD, trainer
-
-
-@pytest.mark.parametrize("n", range(2, 18, 2))
-def test_everyone_in_the_lower_half_meets_everyone_in_the_upper_half(n: int) -> None:
-    half, met = n // 2, set()
-    for k in range(half):
-        pairs = peers(n, k)
-        assert all(pairs[pairs[rank]] == rank for rank in range(n))
-        assert all((rank < half) != (pairs[rank] < half) for rank in range(n))
-        assert pairs == peers(n, k + half)
-        met |= set(enumerate(pairs))
-    assert len(met) == n * half
 
 
 @pytest.mark.parametrize("_", range(20))

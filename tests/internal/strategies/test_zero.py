@@ -113,72 +113,22 @@ def test_two_ranks_have_ddps_bits(optimizer: Any, ranks: Ranks, seed: int) -> No
     assert torch.equal(got, ranks(2).run(on_a_rank, ltx.DDPStrategy()).replicated())
 
 
-# --- memory and bytes ------------------------------------------------------------------------------------------------
-
-
-def sizes_on_a_rank(strategy: ltx.Strategy) -> tuple[int, int, dict[str, int]]:
-    """(elements of the optimizer's state after init, after a step, bytes sent in a step by operation)"""
-    train = ltx.train_step(ltx.data_parallel(lambda p, x: ((x @ p["a"]) @ p["b"]).square().mean(), strategy), ADAMW)
-    state = train.init({"a": torch.ones(60, 30), "b": torch.ones(30, 7)})
-    before = elements(state.opt_state)
-    with ltx.profile.record() as trace:
-        state, _ = train(state, torch.ones(4, 60))
-    sent: dict[str, int] = {}
-    for event in trace.events:
-        if event.label != "summary":
-            sent[event.operation] = sent.get(event.operation, 0) + event.nbytes
-    return before, elements(state.opt_state), sent
-
-
-def elements(state: Any) -> int:
-    return sum(x.numel() for x in ltx.tree.flatten(state)[0] if x.ndim)
+# --- memory ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_each_rank_has_a_part_of_the_state_and_sends_what_ddp_sends(n: int, ranks: Ranks) -> None:
+def test_each_rank_has_a_part_of_the_state(n: int, ranks: Ranks) -> None:
+    def elements(strategy: ltx.Strategy) -> list[int]:
+        """Of the optimizer's state, after init and after a step."""
+        train = ltx.train_step(ltx.data_parallel(lambda p, x: ((x @ p["a"]) @ p["b"]).square().mean(), strategy), ADAMW)
+        first = train.init({"a": torch.ones(60, 30), "b": torch.ones(30, 7)})
+        found = [sum(x.numel() for x in ltx.tree.flatten(first.opt_state)[0] if x.ndim)]
+        state, _ = train(first, torch.ones(4, 60))
+        return [*found, sum(x.numel() for x in ltx.tree.flatten(state.opt_state)[0] if x.ndim)]
+
     params = 60 * 30 + 30 * 7
-    before, after, sent = ranks(n).run(sizes_on_a_rank, ltx.ZeroStrategy()).replicated()
-    assert (before, after) == (2 * params // n,) * 2
-    once = 4 * params * (n - 1) // n
-    assert sent == {"psum_scatter": once, "all_gather": once}
-    before, after, sent = ranks(n).run(sizes_on_a_rank, ltx.DDPStrategy()).replicated()
-    assert (before, after) == (2 * params,) * 2
-    assert sent == {"psum": 2 * once}
-
-
-# --- parts -----------------------------------------------------------------------------------------------------------
-
-
-def test_plain_gradients_are_the_whole_mean() -> None:
-    step = ltx.data_parallel(lambda w, x: (w * x).sum(), ltx.ZeroStrategy())
-    grads = ltx.vmap(torch.func.grad(step), in_dims=(None, 0))(torch.ones(3), torch.tensor([[1.0, 2, 3], [3, 4, 5]]))
-    assert grads.tolist() == [[2.0, 3.0, 4.0]] * 2
-
-
-def test_a_hook_gives_each_rank_its_part(ranks: Ranks) -> None:
-    """Shown by a strategy that hands its gradients on as they are."""
-    grads = [torch.tensor([[1.0, 2, 3], [4, 5, 6]]), torch.tensor(7.0)]
-    mean, _ = ltx.vmap(
-        lambda scale: ltx.ZeroStrategy().exchange(
-            MeanPart(), [g * scale for g in grads], ["a", "b"], moment()
-        ).wait()
-    )(torch.tensor([1.0, 3.0]))  # fmt: skip
-    assert mean[0].tolist() == [[[2, 4, 6], [0, 0, 0]], [[0, 0, 0], [8, 10, 12]]]
-    assert mean[1].tolist() == [14, 0]
-
-    def on_a_rank() -> Any:
-        scale = 1.0 + 2 * int(ltx.axis_index())
-        return ltx.ZeroStrategy().exchange(MeanPart(), [g * scale for g in grads], ["a", "b"], moment()).wait()[0]
-
-    for rank, real in enumerate(ranks(2).run(on_a_rank)):
-        assert [x.tolist() for x in real] == [m[rank].tolist() for m in mean]
-
-
-def moment() -> Any:
-    from ltx.core import comm
-    from ltx.strategies import StepInfo
-
-    return StepInfo(0, comm.resolve(None))
+    assert ranks(n).run(elements, ltx.ZeroStrategy()).replicated() == [2 * params // n] * 2
+    assert ranks(n).run(elements, ltx.DDPStrategy()).replicated() == [2 * params] * 2
 
 
 # --- optimizers ------------------------------------------------------------------------------------------------------
@@ -237,8 +187,8 @@ def batch(step: int) -> Tensor:
     return torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + int(ltx.axis_index())))
 
 
-def steps(state: Any, which: range, train: Any = None) -> Any:
-    return train_on.go_on(train or trainer(), state, map(batch, which)).state
+def steps(state: Any, which: range) -> Any:
+    return train_on.go_on(trainer(), state, map(batch, which)).state
 
 
 def test_parts_dont_collide_in_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
@@ -254,37 +204,6 @@ def test_parts_dont_collide_in_a_checkpoint(ranks: Ranks, tmp_path: Path) -> Non
         assert all(torch.equal(expected[name], got[name]) for name in expected)
         shard = f"opt_state.shard_{rank}_of_2.per_param.matrix"
         assert names == [f"{shard}.exp_avg", f"{shard}.exp_avg_sq"]
-
-
-@pytest.mark.full
-def test_a_gathered_state_goes_to_any_number_of_ranks(ranks: Ranks) -> None:
-    """Saved by two ranks, and gone on with by one, two and three, as DDP's own state would be."""
-
-    def saved(strategy: ltx.Strategy) -> dict[str, Tensor]:
-        train = ltx.train_step(ltx.data_parallel(loss, strategy), ADAMW, donate=False)
-        state = steps(train.init(params_of_all_kinds()), range(3), train)
-        assert state.layout.opt_state == ("sharded" if isinstance(strategy, ltx.ZeroStrategy) else "replicated")
-        whole = train.gather(state)
-        assert whole.layout.opt_state == "replicated"
-        return whole.state_dict()
-
-    def gone_on(strategy: ltx.Strategy, checkpoint: dict[str, Tensor]) -> tuple[Params, str]:
-        train = ltx.train_step(ltx.data_parallel(loss, strategy), ADAMW, donate=False)
-        state = train.gather(train.init(params_of_all_kinds()))
-        state.load_state_dict(checkpoint)
-        state = steps(state, range(3, 6), train)
-        return state.params, state.layout.opt_state
-
-    zero, ddp = (ranks(2).run(saved, s).replicated() for s in (ltx.ZeroStrategy(), ltx.DDPStrategy()))
-    assert {name.replace("opt_state.shard_0_of_1.", "opt_state.") for name in zero} == set(ddp)
-    vectors = {k: x.reshape(-1) if k.startswith("opt_state") and not k.endswith("step") else x for k, x in ddp.items()}
-    assert_close({name.replace("shard_0_of_1.", ""): x for name, x in zero.items()}, vectors)
-    for n in (2, 3):
-        expected, _ = ranks(n).run(gone_on, ltx.DDPStrategy(), ddp).replicated()
-        got, kind = ranks(n).run(gone_on, ltx.ZeroStrategy(), zero).replicated()
-        assert kind == "sharded"
-        assert_close(got, expected, 1e-4)
-    assert_close(gone_on(ltx.ZeroStrategy(), zero)[0], gone_on(ltx.DDPStrategy(), ddp)[0], 1e-4)
 
 
 def test_a_part_for_other_ranks_is_refused() -> None:

@@ -6,8 +6,6 @@ import math
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -22,6 +20,7 @@ from ltx.core.ranks.axis import axes_in_scope
 from ltx.core.world.launchers import LAUNCHERS, placement_beside_group
 from ltx.errors import WorldError
 from tests.forks import free_port, open_now, settles
+from tests.programs import begun, finished
 
 
 @pytest.fixture(autouse=True)
@@ -56,10 +55,6 @@ def test_world_of_one_makes_no_process_group() -> None:
         assert (entered.rank, entered.size, entered.launcher) == (0, 1, "none")
         assert ltx.psum(torch.tensor(3.0)).item() == 3.0
     assert axes_in_scope() == ()
-
-
-def test_world_before_init_is_a_world_of_one() -> None:
-    assert (world().rank, world().size) == (0, 1)
 
 
 @pytest.mark.usefixtures("torchrun_of_one")
@@ -133,19 +128,6 @@ def test_process_fields_of_a_strategy() -> None:
     assert init(strategy, backend="gloo").backend == "gloo", "the argument goes before the field"
 
 
-@pytest.mark.parametrize("given", ["gloo", {"node": 1, "data": 1}, 30, ltx.DDPStrategy])
-def test_first_arguments_that_are_no_strategy(given: object) -> None:
-    with pytest.raises(WorldError, match=r"ltx.init: strategy must be an ltx.Strategy or None, got .*: backend="):
-        init(given)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("timeout", ["30", True, 0, math.nan, math.inf, timedelta(0), timedelta(seconds=-1)])
-@pytest.mark.parametrize("name", ["timeout", "heartbeat_timeout"])
-def test_timeouts_that_are_none(name: str, timeout: object) -> None:
-    with pytest.raises(WorldError, match=f"ltx.init: {name} must be a number of seconds or a datetime.timedelta, more"):
-        init(**{name: timeout})  # type: ignore[arg-type]
-
-
 def test_seconds_are_durations_too() -> None:
     asked = {"timeout": 30, "heartbeat_timeout": 2.5}
     with init(ltx.DDPStrategy(timeout=7), **asked):  # type: ignore[arg-type]
@@ -154,19 +136,31 @@ def test_seconds_are_durations_too() -> None:
             init(timeout=8)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "text"),
-    [
-        ({"node": 2, "data": 4}, r"is for 2 \* 4 = 8 ranks, but the world has 1 \(launcher 'none'\)\. Start 8 ranks"),
-        ({}, r"mesh=\{\} is for no axes"),
-        ({"data": 0}, r"sizes of at least 1, got 'data': 0"),
-        ({"data": -1}, r"sizes of at least 1, got 'data': -1"),
-        ({"": 1}, r"expected axis names"),
-    ],
-)
-def test_meshes_that_do_not_fit(mesh: dict[str, int], text: str) -> None:
+NO_STRATEGY = r"ltx.init: strategy must be an ltx.Strategy or None, got .*: backend="
+NO_TIME = "ltx.init: {} must be a number of seconds or a datetime.timedelta, more"
+#: What ltx.init is given, and what it says.
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    *(({"strategy": given}, NO_STRATEGY) for given in ("gloo", {"node": 1, "data": 1}, 30, ltx.DDPStrategy)),
+    *(
+        ({name: given}, NO_TIME.format(name))
+        for name in ("timeout", "heartbeat_timeout")
+        for given in ("30", True, 0, math.nan, math.inf, timedelta(0), timedelta(seconds=-1))
+    ),
+    (
+        {"mesh": {"node": 2, "data": 4}},
+        r"is for 2 \* 4 = 8 ranks, but the world has 1 \(launcher 'none'\)\. Start 8 ranks",
+    ),
+    ({"mesh": {}}, r"mesh=\{\} is for no axes"),
+    ({"mesh": {"data": 0}}, r"sizes of at least 1, got 'data': 0"),
+    ({"mesh": {"data": -1}}, r"sizes of at least 1, got 'data': -1"),
+    ({"mesh": {"": 1}}, r"expected axis names"),
+]
+
+
+@pytest.mark.parametrize(("given", "text"), REFUSED)
+def test_what_it_refuses(given: dict[str, Any], text: str) -> None:
     with pytest.raises(WorldError, match=text):
-        init(mesh=mesh)
+        init(**given)
     assert axes_in_scope() == ()
     init()
 
@@ -213,11 +207,13 @@ def test_where_a_group_is_and_the_environment_says_half() -> None:
 
 
 @pytest.mark.usefixtures("user_group")
-def test_adopting_another_backend_is_refused() -> None:
-    with pytest.raises(
-        WorldError, match=r"initialised already with backend='gloo', and ltx.init was asked for backend='nccl'"
-    ):
+def test_arguments_that_contradict_an_adopted_group() -> None:
+    text = r"initialised already with backend='gloo', and ltx.init was asked for backend='nccl'"
+    with pytest.raises(WorldError, match=text):
         init(backend="nccl")
+    with pytest.raises(WorldError, match=r"initialised already with 1 ranks, .* rank=1, size=2"):
+        init(rank=1, size=2, master="h:80")
+    assert init(rank=0, size=1).launcher == "user"
 
 
 @pytest.mark.usefixtures("user_group")
@@ -233,13 +229,6 @@ def test_a_world_that_has_ended_cannot_be_entered() -> None:
     shutdown()
     with pytest.raises(WorldError, match=r"isn't the one that is initialised now.*with ltx\.init"), ended:
         pass
-
-
-def test_malformed_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "foo")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(WorldError, match="RANK='foo'"):
-        init()
 
 
 @pytest.mark.full
@@ -312,13 +301,6 @@ def test_arguments_with_a_meeting_point_make_a_group() -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.usefixtures("user_group")
-def test_arguments_that_contradict_an_adopted_group() -> None:
-    with pytest.raises(WorldError, match=r"initialised already with 1 ranks, .* rank=1, size=2"):
-        init(rank=1, size=2, master="h:80")
-    assert init(rank=0, size=1).launcher == "user"
-
-
 def _processes(environments: list[dict[str, str]]) -> list[tuple[int, str, str]]:
     """(exit status, output, errors) of a process in each of `environments` that prints its world."""
     script = (
@@ -326,22 +308,7 @@ def _processes(environments: list[dict[str, str]]) -> list[tuple[int, str, str]]
         "with ltx.init(timeout=datetime.timedelta(seconds=30)) as w:\n"
         "    print(w.rank, w.local_rank, w.node_rank, w.num_nodes, w.launcher, int(ltx.psum(torch.tensor(w.rank))))\n"
     )
-    path = os.pathsep.join(filter(None, sys.path))
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", script],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environ},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for environ in environments
-    ]
-    try:
-        return [(process.wait(50), *process.communicate()) for process in started]
-    finally:
-        for process in started:
-            process.kill()
+    return finished(begun(["-c", script], [{"GLOO_SOCKET_IFNAME": "lo", **environ} for environ in environments]), 50)
 
 
 def _mpirun(layout: list[tuple[int, int]], port: int) -> list[dict[str, str]]:
@@ -400,25 +367,22 @@ MEETS = "import sys, ltx\nltx.init(rank=1, size=2, master=f'127.0.0.1:{sys.argv[
 
 def test_a_port_that_takes_connections_and_says_nothing() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        command = [sys.executable, "-c", MEETS, str(silent.getsockname()[1]), "2"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 1
-    assert "WorldError: rank 1 of 2 couldn't set up torch.distributed (gloo)" in done.stderr
-    assert "takes connections and doesn't answer as rank 0's store does" in done.stderr
+        ((status, _, said),) = finished(begun(["-c", MEETS, str(silent.getsockname()[1]), "2"], [{}]))
+    assert status == 1
+    assert "WorldError: rank 1 of 2 couldn't set up torch.distributed (gloo)" in said
+    assert "takes connections and doesn't answer as rank 0's store does" in said
 
 
 def test_ctrl_c_while_a_silent_port_is_waited_for() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        command = [sys.executable, "-c", MEETS, str(silent.getsockname()[1]), "600"]
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        with process, silent.accept()[0]:  # it connects now
+        (process,) = begun(["-c", MEETS, str(silent.getsockname()[1]), "600"], [{}])
+        with silent.accept()[0]:  # it connects now
             process.send_signal(signal.SIGINT)
-            _, printed = process.communicate(timeout=100)
+            ((_, _, printed),) = finished([process])
     assert "KeyboardInterrupt" in printed
 
 
 def test_rank_0_that_never_comes() -> None:
-    command = [sys.executable, "-c", MEETS, str(free_port()), "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert "nothing listens there" in done.stderr
-    assert "rank 0 hasn't come to ltx.init" in done.stderr
+    ((_, _, said),) = finished(begun(["-c", MEETS, str(free_port()), "2"], [{}]))
+    assert "nothing listens there" in said
+    assert "rank 0 hasn't come to ltx.init" in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,21 @@ from hypothesis import strategies as st
 from ltx import World
 from ltx.core.world.launchers import LAUNCHERS, placement_from_arguments, placement_from_env
 from ltx.core.world.placement import DERIVED_PORTS, Placement, first_host
-from ltx.errors import WorldError
+from ltx.core.world.world import world_of
+from ltx.errors import LtxError, WorldError
 from ltx.peers.meeting import _misfit
 from tests.contract.runtime.environments import TORCHRUN
-from tests.internal.world.test_world import world_from_env
 
 Environ = dict[str, str]
+
+
+def world_from_env(environ: Environ, **given: Any) -> World:
+    return world_of(placement_from_env(environ), **given)
+
+
+def without(*names: str) -> Environ:
+    return {name: value for name, value in TORCHRUN.items() if name not in names}
+
 
 #: Of an allocation of three nodes with 4, 4 and 3 tasks, as a job script and the shell of salloc see it.
 JOB = {
@@ -81,6 +91,22 @@ def openmpi(rank: int, size: int, local_rank: int, local_size: int, **more: str)
 ALONE = Placement("none")
 #: name: (environment, what it says)
 PLACEMENTS: dict[str, tuple[Environ, Placement]] = {
+    "nothing set": ({}, ALONE),
+    "unrelated variables": ({"MASTER_ADDR": "a", "LOCAL_RANK": "3", "HOME": "/"}, ALONE),
+    "torchrun with one process": (
+        TORCHRUN
+        | dict.fromkeys(["RANK", "LOCAL_RANK", "GROUP_RANK"], "0")
+        | dict.fromkeys(["WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"], "1"),
+        Placement("torchrun", master=("10.0.0.1", 29500)),
+    ),
+    "set by hand, one node": (
+        without("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+        Placement("torchrun", 5, 8, 5, 8, 0, 1, ("10.0.0.1", 29500)),
+    ),
+    "number of nodes left out": (
+        without("GROUP_RANK", "GROUP_WORLD_SIZE"),
+        Placement("torchrun", *SECOND_OF_TWO_BY_FOUR, ("10.0.0.1", 29500)),
+    ),
     "srun, unequal nodes": (STEP, Placement("slurm", 4, 5, 2, 3, 1, 2, ("a02", STEP_PORT))),
     "srun, rank 0": (
         STEP | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"},
@@ -170,6 +196,36 @@ def test_placements(case: str) -> None:
 
 #: name: (environment without what is None, changes, text)
 REFUSED: dict[str, tuple[Environ, dict[str, str | None], str]] = {
+    "rank no integer": (
+        TORCHRUN,
+        {"RANK": "foo"},
+        r"RANK='foo' \(launcher torchrun\): expected an integer from 0 to 7, below WORLD_SIZE=8",
+    ),
+    "rank negative": (TORCHRUN, {"RANK": "-1"}, r"RANK='-1' .*expected an integer from 0 to 7"),
+    "rank not below the size": (TORCHRUN, {"RANK": "8"}, r"RANK='8' .*expected an integer from 0 to 7"),
+    "rank without size": (TORCHRUN, {"WORLD_SIZE": None}, r"WORLD_SIZE is missing .*at least 1.*since RANK='5' is set"),
+    "size without rank": (TORCHRUN, {"RANK": None}, r"RANK is missing .*from 0 to 7.*since WORLD_SIZE='8' is set"),
+    "size zero": (TORCHRUN, {"WORLD_SIZE": "0"}, r"WORLD_SIZE='0' .*expected an integer of at least 1"),
+    "size no integer": (TORCHRUN, {"WORLD_SIZE": "8.0"}, r"WORLD_SIZE='8.0' .*expected an integer of at least 1"),
+    "more local ranks than ranks": (
+        TORCHRUN,
+        {"LOCAL_WORLD_SIZE": "9"},
+        r"LOCAL_WORLD_SIZE='9' .*from 1 to 8, at most WORLD_SIZE=8",
+    ),
+    "torchrun, local rank too large": (
+        TORCHRUN,
+        {"LOCAL_RANK": "4"},
+        r"LOCAL_RANK='4' .*from 0 to 3, below LOCAL_WORLD_SIZE=4",
+    ),
+    "node rank too large": (
+        TORCHRUN,
+        {"GROUP_RANK": "2"},
+        r"GROUP_RANK='2' .*from 0 to 1, below the number of nodes, 2",
+    ),
+    "no address": (TORCHRUN, {"MASTER_ADDR": None}, r"MASTER_ADDR=None .*expected the name or address"),
+    "empty address": (TORCHRUN, {"MASTER_ADDR": ""}, r"MASTER_ADDR='' .*expected the name or address"),
+    "no port": (TORCHRUN, {"MASTER_PORT": None}, r"MASTER_PORT is missing .*from 1 to 65535"),
+    "port too large": (TORCHRUN, {"MASTER_PORT": "70000"}, r"MASTER_PORT='70000' .*from 1 to 65535"),
     "step no number": (
         STEP,
         {"SLURM_STEP_ID": "x"},
@@ -255,8 +311,10 @@ REFUSED: dict[str, tuple[Environ, dict[str, str | None], str]] = {
 def test_contradictions_are_named(case: str) -> None:
     environ, changes, text = REFUSED[case]
     changed = {name: value for name, value in {**environ, **changes}.items() if value is not None}
-    with pytest.raises(WorldError, match=text):
+    with pytest.raises(WorldError, match=text) as caught:
         placement_from_env(changed)
+    assert isinstance(caught.value, LtxError)
+    assert isinstance(caught.value, RuntimeError)
 
 
 @pytest.mark.parametrize("counts", [(2, 3), (1, 4), (3, 1, 2), (4,)])
@@ -343,12 +401,31 @@ def test_the_first_of_a_list_of_hosts() -> None:
 
 
 def test_devices() -> None:
+    world = world_from_env(TORCHRUN, cuda_devices=4)
+    assert (world.device, world.backend) == (torch.device("cuda", 1), "cpu:gloo,cuda:nccl")
+    assert world.root_device == world.device
+    assert world_from_env(TORCHRUN, cuda_devices=4, backend="gloo").device == torch.device("cuda", 1)
+    assert world_from_env({}, cuda_devices=1).device == torch.device("cuda", 0)
+    assert world_from_env({}, backend="mpi", cuda_devices=0).backend == "mpi"
+    text = r"rank 5 has local rank 1, but its node has 1 CUDA device: .*backend=\"gloo\""
+    with pytest.raises(WorldError, match=text):
+        world_from_env(TORCHRUN, cuda_devices=1)
+    world = world_from_env(TORCHRUN, cuda_devices=1, backend="gloo")
+    assert (world.device, world.backend) == (torch.device("cpu"), "gloo")
     assert world_from_env(STEP, cuda_devices=3).device == torch.device("cuda", 2)
     own = STEP | {"SLURM_GPUS_PER_TASK": "1"}
     assert world_from_env(own, cuda_devices=1).device == torch.device("cuda", 0), "each task sees its own device alone"
     assert world_from_env(own, cuda_devices=3).device == torch.device("cuda", 2), "all of them, with --gpu-bind=none"
     with pytest.raises(WorldError, match="local rank 2, but its node has 1 CUDA device"):
         world_from_env(STEP, cuda_devices=1)
+
+
+def test_a_world_is_a_frozen_value() -> None:
+    world = world_from_env(TORCHRUN, cuda_devices=0)
+    assert pickle.loads(pickle.dumps(world)) == world
+    assert {world: 1}[world_from_env(TORCHRUN, cuda_devices=0)] == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        world.rank = 0  # type: ignore[misc]
 
 
 def test_arguments() -> None:
