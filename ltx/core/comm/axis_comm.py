@@ -222,7 +222,6 @@ class AxisComm(Ranks):
         backends.refuse_capture(lambda: f"rank {self.rank}: {what()} on axis {self.name!r}")
 
     def goes_on(self) -> bool:
-        """Whether a call that the ranks have compared may go out again as it is. Raises if none may."""
         self._begin_call(lambda: "a training step")
         return not under_way
 

@@ -193,6 +193,10 @@ class Ranks:
         """
         return nullcontext(_nothing)
 
+    def goes_on(self) -> bool:
+        """Whether a call that the ranks have compared may go out again as it is. Raises if none may."""
+        return True
+
     def start_anew(self) -> None:
         """All ranks begin a training: nothing that was begun for an earlier one may reach it."""
 
