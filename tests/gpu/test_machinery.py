@@ -13,6 +13,7 @@ from torch import Tensor
 
 import ltx
 from ltx import Pool
+from ltx.core.gradients import marker
 from ltx.core.ranks.axis import axes_in_scope
 from ltx.errors import UnsupportedError
 from tests.gpu.device import DEVICE, HALVES, batch, loss_of, model, needs_cuda, on_cpu, params_of
@@ -192,7 +193,10 @@ def test_a_step_in_a_capture(pool: Pool) -> None:
 # --- where torch has other ways ---------------------------------------------------------------------------------------
 
 
-def test_buckets_go_out_during_the_backward_pass(workers: Any) -> None:
+@pytest.mark.parametrize("hidden", [False, True])
+def test_buckets_go_out_during_the_backward_pass(hidden: bool, workers: Any) -> None:
+    """By torch's priorities, and where it has none (before 2.13) by hooks of leaves."""
+
     def run() -> Any:
         seen: list[int] = []
         axis_comm: Any = axes_in_scope()[0].comm
@@ -205,9 +209,12 @@ def test_buckets_go_out_during_the_backward_pass(workers: Any) -> None:
             out = torch.nn.functional.linear(again, params["4.weight"], params["4.bias"])
             return torch.nn.functional.cross_entropy(out, y)
 
-        strategy = ltx.DDPStrategy(comm_hook="fp16", bucket_bytes=1 << 11, first_bucket_bytes=1 << 11)
-        train = ltx.train_step(ltx.data_parallel(loss, strategy), SGD)
-        losses, params = steps(train, train.init(params_of(model())))
+        with pytest.MonkeyPatch.context() as patch:
+            if hidden:
+                patch.setattr(marker, "can_raise_priority", lambda: False)
+            strategy = ltx.DDPStrategy(comm_hook="fp16", bucket_bytes=1 << 11, first_bucket_bytes=1 << 11)
+            train = ltx.train_step(ltx.data_parallel(loss, strategy), SGD)
+            losses, params = steps(train, train.init(params_of(model())))
         return [during - before for before, during in zip(seen[::2], seen[1::2], strict=True)], losses, params
 
     ((issued, losses, params),) = workers.run(run)

@@ -5,16 +5,15 @@
 In the order of the backward pass:
 
 * **Tie** runs first. It takes a token from every marker, so that each marker takes part in the backward pass even if
-  the loss on this rank doesn't reach its parameters; otherwise the peers would wait for this rank forever.
+  the loss on this rank doesn't reach its parameters; otherwise the peers would wait for this rank forever. A train step
+  has no tie: it starts the buckets that its pass hasn't reached itself.
 * **Marker** has all parameters of one bucket as inputs, so the engine runs it exactly when all their gradients are
   there: it starts the bucket's reduction. Its node is older than the step's nodes, so the engine would run it last; a
   raised sequence number makes it run first.
 * **Fence** has all parameters as inputs, so it runs after every marker. It is the one safe place to wait: nothing after
-  it sees a pending gradient.
+  it sees a pending gradient. A train step has no fence: nothing comes after it, and the train step waits itself.
 
-A train step, :func:`ltx.grad` and ``torch.func.grad`` of a step run the pass themselves, and have none of these:
-:meth:`ltx.core.gradients.pending.ProcessSchedule.defer`. Before torch 2.13, which can raise a node's sequence number,
-other passes start all buckets at their end.
+Before torch 2.13, which can raise a marker's priority, hooks on the leaf tensors start the buckets: :class:`LeafHooks`.
 
 All is differentiable again, in reverse and forward mode. :class:`Launch` counts as the identity and :class:`Wait` as
 the exact mean over ranks, so second derivatives are exact even where the hook compresses first derivatives. A backward
@@ -27,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
@@ -34,7 +34,10 @@ import torch
 from torch.autograd import forward_ad
 
 from ltx.core.base import private
+from ltx.core.base.errors import UnsupportedError
 from ltx.core.collectives.linear import Function, apply, in_autograd_vmap, index_below
+from ltx.core.gradients.pending import ProcessSchedule
+from ltx.core.gradients.reduction import Bucket
 from ltx.core.gradients.schedule import Dims, Schedule
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import Ranks
@@ -43,6 +46,22 @@ from ltx.core.ranks.batched import in_front
 # Above every node of a forward pass, below the engine's own (AccumulateGrad has the maximum of 64 bits).
 MARKER_PRIORITY = 1 << 62
 ACCUMULATE_PRIORITY = MARKER_PRIORITY + 1
+
+with torch.inference_mode(False):
+    #: A dummy input of markers, which makes autograd build the nodes where no parameter requires gradients, if a
+    #: schedule has no fence. The passes are differentiated with respect to it, and give it no gradient.
+    SOURCE = torch.zeros((), requires_grad=True, device="cpu")
+
+
+@cache
+def can_raise_priority() -> bool:
+    """Whether torch has ``_set_sequence_nr`` (from 2.13 on).
+
+    Without it the reductions of a train step and of ``ltx.grad`` are started by hooks of leaves
+    (:class:`LeafHooks`); other reductions don't overlap the backward pass. Results are the same.
+    """
+    with torch.enable_grad():
+        return hasattr(torch.zeros((), requires_grad=True, device="cpu").view(()).grad_fn, "_set_sequence_nr")
 
 
 def raise_priority(output: torch.Tensor, priority: int) -> None:
@@ -296,6 +315,11 @@ class Marker(Peeled):
         ctx.schedule, ctx.bucket, ctx.dims, _, *tensors = inputs
         _note_level(ctx)
         states = tensors[len(output) - 1 :]
+        if not ctx.schedule.fenced:
+            # A backward pass inside of this one may come here too, after which saved tensors are gone.
+            ctx.states = states
+            ctx.set_materialize_grads(False)
+            return
         ctx.save_for_backward(*states)
         ctx.save_for_forward(*states, output[-1])
 
@@ -303,7 +327,7 @@ class Marker(Peeled):
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
         _look_inside(ctx)
         *grads, link = cotangents
-        tensors = [*grads, *ctx.saved_tensors]
+        tensors = [*grads, *(ctx.saved_tensors if ctx.schedule.fenced else ctx.states)]
         if _plain():
             started = ctx.schedule.start(ctx.bucket, ctx.dims, tensors)
             # A process schedule keeps the results itself, so release the memory of these tensors.
@@ -383,15 +407,18 @@ def put_on(
     params: Sequence[torch.Tensor],
     states: Sequence[Sequence[torch.Tensor]],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Put markers behind a fence on `params`, each with its state tensors; returns (marked parameters, tokens)."""
-    plan, index = schedule.plan, _index(schedule.plan.axis)
+    """Put markers on `params`, each with its state tensors; returns (marked parameters, tokens)."""
+    plan = schedule.plan
     per_bucket = [plan.tensors_of(bucket, params, states) for bucket in plan.buckets]
-    # The fence takes its inputs in the order in which `wait` returns the results.
-    fenced = iter(Fence.apply(schedule, None, (), index, *(t for tensors in per_bucket for t in tensors)))
+    index = _index(plan.axis) if schedule.fenced else SOURCE
+    if schedule.fenced:
+        # The fence takes its inputs in the order in which `wait` returns the results.
+        fenced = iter(Fence.apply(schedule, None, (), index, *(t for tensors in per_bucket for t in tensors)))
+        per_bucket = [list(islice(fenced, len(tensors))) for tensors in per_bucket]
     marked: dict[int, torch.Tensor] = {}
     tokens: list[torch.Tensor] = []
     for bucket, tensors in zip(plan.buckets, per_bucket, strict=True):
-        *outs, token = Marker.apply(schedule, bucket.index, (), index, *islice(fenced, len(tensors)))
+        *outs, token = Marker.apply(schedule, bucket.index, (), index, *tensors)
         raise_priority(token, MARKER_PRIORITY)
         marked.update(zip(bucket.members, outs, strict=True))
         tokens.append(token)
@@ -427,3 +454,56 @@ def reduce_gradients(
         reduced.update((m, next(results)) for m in bucket.members)
         advanced.update((m, [next(results) for _ in states[m]]) for m in bucket.members)
     return [reduced[m] for m in range(len(grads))], [advanced[m] for m in range(len(grads))]
+
+
+class LeafHooks:
+    """Leaves for the parameters of a schedule's plan, whose hooks start its buckets; `states`: each one's tensors."""
+
+    def __init__(self, schedule: Schedule, params: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]):
+        self._schedule, self._states = schedule, states
+        self._missing = {bucket.index: len(bucket.members) for bucket in schedule.plan.buckets}
+        self.leaves = [param.detach().requires_grad_() for param in params]
+        for bucket in schedule.plan.buckets:
+            for member in bucket.members:
+                self.leaves[member].register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._arrived(bucket))
+
+    def _arrived(self, bucket: Bucket) -> None:
+        if not self._missing[bucket.index]:
+            raise UnsupportedError(
+                "a gradient came twice in one backward pass: a part of the step was differentiated inside of it. Use "
+                "torch.utils.checkpoint with use_reentrant=False, or torch 2.13."
+            )
+        self._missing[bucket.index] -= 1
+        if not self._missing[bucket.index]:
+            self._start(bucket)
+
+    def _start(self, bucket: Bucket) -> None:
+        leaves = [self.leaves[member] for member in bucket.members]
+        grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        with torch.no_grad():
+            self._schedule.start(bucket.index, (), [*grads, *(t for m in bucket.members for t in self._states[m])])
+
+    def finish(self, schedule: Schedule) -> None:
+        """The backward pass of `schedule` is over: start the buckets that it hasn't reached."""
+        for bucket in schedule.plan.buckets:
+            if self._missing[bucket.index]:
+                self._missing[bucket.index] = 0
+                self._start(bucket)
+
+
+def defer(
+    schedule: ProcessSchedule, params: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Have a pass without a fence start the buckets of `schedule`; `states`: each parameter's tensors.
+
+    Returns (what the step is given, what its loss is differentiated with respect to).
+    """
+    if not can_raise_priority():
+        hooks = LeafHooks(schedule, params, states)
+        schedule.on_end = hooks.finish
+        return hooks.leaves, hooks.leaves
+    marked, _ = put_on(schedule, params, states)
+    schedule.on_end = partial(ProcessSchedule.start_unreached, params=params, states=states)
+    return marked, [SOURCE]

@@ -15,11 +15,9 @@ phase.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
-from operator import attrgetter
 
 import torch
 
@@ -266,9 +264,9 @@ class ProcessSchedule(Schedule):
         assert plan.axis.comm
         self.fenced = not deferred
         self.incomplete = False  # whether the last pass has brought no gradient of a parameter
-        #: Of a deferred pass: the leaves in place of the parameters, and each one's states; None when it is over.
-        self.deferred: tuple[list[torch.Tensor], Sequence[Sequence[torch.Tensor]]] | None = None
         self.comm: comm.AxisComm = plan.axis.comm
+        #: Called with this schedule when the backward pass is over, to start the buckets that the pass hasn't reached.
+        self.on_end: Callable[[ProcessSchedule], None] = lambda _: None
         #: Makes the program of a bucket whose gradients are ready; :meth:`program` if None.
         self.program_of: ProgramOf | None = None
         part = plan.hook.within(plan.axis)
@@ -314,15 +312,25 @@ class ProcessSchedule(Schedule):
     def _reset(self) -> None:
         self.pending = Pending(self.comm, self.among)
         self._task = -1  # the id of the autograd run of a deferred pass
-        self._missing: dict[int, int] = {}  # the number of gradients that the pass hasn't brought, by bucket
+        #: Gradients of buckets that aren't complete yet, and the buckets to which the pass itself has come.
+        self._early: dict[int, list[torch.Tensor | None]] = {}
+        self._reached: set[int] = set()
         self._batches: dict[int, torch.Size] = {}
         self._ready: dict[int, Program] = {}
 
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Make the program of a bucket whose gradients are ready, and launch the buckets whose turn it is."""
+        """Make the program of a bucket whose gradients are ready, and launch the buckets whose turn it is.
+
+        In a deferred pass, gradients may be None, or come a second time.
+        """
         bucket = self.plan.buckets[index]
         grads, states = tensors[: len(bucket.members)], tensors[len(bucket.members) :]
         try:
+            inside = not self.fenced and (graph_task() != self._task or index in self._early or index in self._batches)
+            if inside or type(None) in map(type, grads):
+                if not (grads := self._joined(index, grads)):  # type: ignore[assignment]
+                    return ()
+                tensors = [*grads, *states]
             self._check_batchable(dims, states)
             self._batches[index] = tensors[0].shape[: len(dims)]
             program = self.program_of or self.program
@@ -345,88 +353,67 @@ class ProcessSchedule(Schedule):
         else:
             self.abandon(error)
 
-    def defer(self, params: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """Leaves in place of `params`: :meth:`backward` differentiates with respect to them, and starts the buckets.
-
-        The last bucket waits for the end of the pass anyway. Parameters of those before it have hooks.
-        """
-        leaves = [param.detach().requires_grad_() for param in params]
-        for bucket in self.plan.buckets[:-1]:
-            for member in bucket.members:
-                leaves[member].register_post_accumulate_grad_hook(partial(self._arrived, bucket, member))
-        self.deferred = leaves, states
-        return leaves
-
     def backward(
         self,
         objectives: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
         cotangents: Sequence[torch.Tensor] | None = None,
         again: bool = False,
     ) -> None:
         """Run a deferred pass from `objectives`; empty if no parameter is reached. `again`: it may run once more."""
-        assert self.deferred is not None
         self.begin()
-        before, (leaves, _), self.incomplete = self.deferred, self.deferred, False
-        several = len(self.plan.buckets) > 1
-        if several:
-            self._missing = {bucket.index: len(bucket.members) for bucket in self.plan.buckets}
-            for root in (x.grad_fn for x in objectives if x.grad_fn is not None):
-                root.register_prehook(self._entered)
-        with comm.span("backward") if objectives else nullcontext():
-            if objectives and (several or any(map(_HOOKS, leaves))):
-                torch.autograd.backward(objectives, cotangents, again, inputs=leaves)
-            elif objectives:  # without copies of what comes as a part of a larger gradient
-                found = torch.autograd.grad(objectives, leaves, cotangents, again, allow_unused=True)
-                for leaf, grad in zip(leaves, found, strict=True):
-                    if grad is not None:  # a pass inside of this one may have brought some already
-                        leaf.grad = grad if leaf.grad is None else leaf.grad + grad
+        on_end = self.on_end
+        for root in (x.grad_fn for x in objectives if x.grad_fn is not None):
+            root.register_prehook(self._entered)
+        if objectives:
+            with comm.span("backward"):
+                torch.autograd.backward(objectives, cotangents, again, inputs=inputs)
         self.launch()
-        if again:
-            self.deferred = before
+        self.on_end = on_end if again else self.on_end
 
     def _entered(self, _: object) -> None:
         self._task = graph_task()
 
-    def _arrived(self, bucket: Bucket, member: int, _: torch.Tensor) -> None:
-        """The gradient of a parameter has come.
+    def _joined(self, index: int, grads: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+        """All gradients of a bucket that have come so far; () if it has to wait for more.
 
         A reversible layer runs a backward pass inside of this one (``y.backward(dy)`` in its Function), which may bring
-        gradients that the loss' graph doesn't know of. So a bucket starts when this pass itself has brought all of its
-        gradients, or when it is over.
+        gradients that the loss' graph doesn't know of. So a bucket starts when this pass has come to it and each
+        parameter has a gradient, or when the pass is over.
         """
         if graph_task() == self._task:
-            self._missing[bucket.index] -= 1
-            if not self._missing[bucket.index]:
-                with torch.no_grad():
-                    self.start(bucket.index, (), self._given(bucket))
-        elif bucket.index in self._batches:
+            self._reached.add(index)
+        if index in self._batches:
+            members = zip(self.plan.buckets[index].members, grads, strict=True)
+            path = next((self.plan.path_of(member) for member, grad in members if grad is not None), index)
             raise StepError(
                 f"rank {self.comm.rank}: a backward pass inside of the step's (such as y.backward(dy) in a Function) "
-                f"brought a gradient of leaf {self.plan.path_of(member)!r} when an earlier one had been sent: it is "
-                "used in several places. Give the Function its parameters as arguments, and return "
-                "torch.autograd.grad(y, (x, *params), dy)."
+                f"brought a gradient of leaf {path!r} when an earlier one had been sent: it is used in several places. "
+                "Give the Function its parameters as arguments, and return torch.autograd.grad(y, (x, *params), dy)."
             )
+        if (early := self._early.pop(index, None)) is not None:
+            grads = [a if b is None else b if a is None else a + b for a, b in zip(early, grads, strict=True)]
+        if index in self._reached and not any(grad is None for grad in grads):
+            return grads
+        self._early[index] = list(grads)
+        return ()
 
-    def _given(self, bucket: Bucket) -> list[torch.Tensor]:
-        """What :meth:`start` takes for a bucket of a deferred pass; gradients that haven't come are zeros."""
-        assert self.deferred is not None
-        leaves, states = self.deferred
-        grads = []
-        for leaf in map(leaves.__getitem__, bucket.members):
-            self.incomplete |= leaf.grad is None
-            grads.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
-            leaf.grad = None
-        return [*grads, *chain.from_iterable(map(states.__getitem__, bucket.members))]
+    def start_unreached(self, params: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Start the buckets that lack gradients, with zeros, since peers wait for them: the loss doesn't reach all."""
+        self.incomplete = len(self._batches) < len(self.plan.buckets)
+        for bucket in self.plan.buckets if self.incomplete else ():
+            if bucket.index not in self._batches:
+                tensors, count = self.plan.tensors_of(bucket, params, states), len(bucket.members)
+                early = self._early.pop(bucket.index, [None] * count)
+                self._reached.add(bucket.index)
+                with torch.no_grad():
+                    grads = [torch.zeros_like(x) if g is None else g for x, g in zip(tensors, early, strict=False)]
+                    self.start(bucket.index, (), [*grads, *tensors[count:]])
 
     def launch(self) -> None:
         """The backward pass is over: launch the buckets that weren't launched."""
-        self._task = graph_task()
-        if self.deferred is not None:
-            with torch.no_grad():
-                for bucket in self.plan.buckets:
-                    if bucket.index not in self._batches:  # peers wait for it
-                        self.start(bucket.index, (), self._given(bucket))
-            self.deferred = None
+        on_end, self.on_end, self._task = self.on_end, lambda _: None, graph_task()
+        on_end(self)
         if self._ready:
             self.pending.launch(self._due(), self.hook_of())
         self.program_of = None  # it holds the step
@@ -487,9 +474,6 @@ class ProcessSchedule(Schedule):
         pending = self.pending
         self._reset()
         return pending.finish()
-
-
-_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
 
 def _issued_in_graphs() -> int:

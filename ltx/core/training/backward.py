@@ -127,14 +127,12 @@ class Backward(NamedTuple):
             )
 
 
-def unreached(total: torch.Tensor, leaves: Sequence[torch.Tensor], schedule: Any = None) -> list[int]:
-    """The places of the leaves that aren't in the graph of `total`. `schedule`: that of the coming pass, if it has one.
+def unreached(total: torch.Tensor, leaves: Sequence[torch.Tensor], plan: Plan | None) -> list[int]:
+    """The places of the leaves that aren't in the graph of `total`. `plan`: the plan of the graph's markers.
 
     With micro-batches only the last is looked at: the single graph node of the others has all parameters as inputs.
     """
-    plan = None if schedule is None else schedule.plan
-    deferred = getattr(schedule, "deferred", None)
-    places = {id(leaf): place for place, leaf in enumerate(leaves if deferred is None else deferred[0])}
+    places = {id(leaf): place for place, leaf in enumerate(leaves)}
     queue: list[Any] = [total.grad_fn]
     missing, seen = set(places.values()) - {places.get(id(total))}, set[Any]()
     for node in queue:  # the loop appends to the queue

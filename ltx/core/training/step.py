@@ -356,7 +356,8 @@ class Step:
         look = probes if self._checks and not ahead else None
         unused: dict[int, str] = {}
         if self.state.step == 0:
-            missing = unreached(forward.total, leaves, forward.run.schedule)
+            schedule = forward.run.schedule
+            missing = unreached(forward.total, leaves, None if schedule is None else schedule.plan)
             if missing:
                 paths = tree.leaf_paths(self.state.trained)
                 unused = {member: paths[member] for member in missing}
@@ -383,7 +384,7 @@ class Step:
                 schedule.program_of = completion.program
             with self._calls.in_pass():
                 objective = work.objective(total)
-                schedule.backward([] if objective is None else [objective])
+                schedule.backward([] if objective is None else [objective], work.inputs)
             if completion is None:
                 scale = scale_of(work, schedule, weighted=weight is not None)
                 of = UpdateBuckets if self.train.overlap == "update" else CollectGradients

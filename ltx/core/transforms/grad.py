@@ -186,7 +186,7 @@ def _by_plain_autograd(
         loss = output[0] if isinstance(output, tuple) else output
         # If no operation connects the loss to the markers, it has no gradient.
         with calls.in_pass():
-            schedule.backward([loss] if loss.requires_grad else [])
+            schedule.backward([loss] if loss.requires_grad else [], run.inputs)
         if schedule.incomplete:
             warn_of_own_leaves([loss], run.inputs)
         with torch.no_grad():

@@ -204,8 +204,8 @@ def mark(
         shared = {i: x for i, x in own.items() if i not in stay_local}
         schedule.unreduced = functools.partial(_unreduced, sharing, leaves, shared, paths)
     if isinstance(schedule, ProcessSchedule) and deferred:
-        given = schedule.defer(mine, tensors)
-        return Marked(at_places(leaves, wanted, given), None, schedule, given)
+        given, inputs = marker.defer(schedule, mine, tensors)
+        return Marked(at_places(leaves, wanted, given), None, schedule, inputs)
     marked, tokens = marker.put_on(schedule, mine, tensors)
     filled = marked if len(mine) == len(leaves) else at_places(leaves, wanted, marked)
     carried = {paths()[i] for i in wanted} if sync_state is not None else set()
@@ -216,8 +216,8 @@ def mark(
 def mark_again(plan: Plan, leaves: list[torch.Tensor]) -> Marked:
     """:func:`mark` for a deferred call, by the plan of an earlier one; its hook has no state."""
     schedule = ProcessSchedule(plan, deferred=True)
-    given = schedule.defer(leaves, [()] * len(leaves))
-    return Marked(given, None, schedule, given)
+    given, inputs = marker.defer(schedule, leaves, [()] * len(leaves))
+    return Marked(given, None, schedule, inputs)
 
 
 def _mark_nothing(step_fn: StepSettings, leaves: list[Any], sync_state: SyncState | None, axis: Axis) -> Marked:

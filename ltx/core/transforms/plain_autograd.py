@@ -23,6 +23,7 @@ from ltx.core import comm
 from ltx.core.base import private, traced, tree
 from ltx.core.base.errors import StepError, UnsupportedError, UnusedParameterWarning
 from ltx.core.collectives.linear import Function, at_places
+from ltx.core.gradients.marker import can_raise_priority
 from ltx.core.gradients.planning import tracked
 from ltx.core.ranks.batched import in_front
 from ltx.core.transforms.checkpoints import checkpoints_allowed
@@ -106,6 +107,8 @@ class Call:
         number = self.step.argnums
         if not isinstance(number, int) or isinstance(args[number], Synced) or traced.recording():
             return False
+        if not can_raise_priority():  # hooks of leaves start the buckets of one pass
+            return False
         self._params = tree.flatten(args[number])[0]
         mine = {*map(id, self._params)}
         return len(mine) == len(self._params) == sum(id(x) in mine and x.requires_grad for x in self.inputs)
@@ -144,7 +147,7 @@ class Call:
         try:
             with comm.nested_run(), torch.no_grad():
                 schedule.send_summary()
-                schedule.backward(self.outputs, cotangents, again=True)
+                schedule.backward(self.outputs, inputs, cotangents, again=True)
                 if schedule.incomplete:
                     warn_of_own_leaves(self.outputs, inputs)
                 for bucket, reduced in schedule.wait_buckets():
