@@ -210,6 +210,14 @@ MUTANTS = (
         tests=("tests/internal/training/test_between_steps.py",),
     ),
     Mutant(
+        name="steps: a hook is taken for that of the step before",
+        where="Resolved.holds",
+        old="same = self.axis is axis and self.train.step.hook(step, training=True) == self.hook",
+        new="same = self.axis is axis",
+        breaks="a strategy's own schedule of hooks is ignored where it doesn't set constant_after",
+        tests=("tests/internal/training/test_between_steps.py",),
+    ),
+    Mutant(
         name="steps: debug checks don't see a step that asks nothing",
         where="AxisComm.goes_on",
         old="return not under_way",

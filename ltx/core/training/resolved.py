@@ -68,6 +68,12 @@ class Resolved:
     within: Axis | None = None
     prepared: Prepared | None = None
 
+    def holds(self, axis: Axis, step: int) -> bool:
+        """Whether these are the answers at training step `step` on `axis` too. Raises if nothing may be sent there."""
+        # A strategy may have another hook at each step without saying so, by `constant_after`.
+        same = self.axis is axis and self.train.step.hook(step, training=True) == self.hook
+        return same and axis.ranks.goes_on()
+
     def after(self, state: TrainState, run: Run) -> Resolved | None:
         """The answers for the `state` that this step has made, in which `run` was the call of the user's step."""
         if not self.lasts or state.held("sync_state").leaves:

@@ -267,7 +267,7 @@ class TrainStep(TrainSettings):
         state.check_whole()
         # read `seen` now, since the comparison looks at the state too
         axis, seen = comm.resolve(self.step.axis), state.seen
-        if resolved is not None and not (resolved.axis is axis and axis.ranks.goes_on()):
+        if resolved is not None and not resolved.holds(axis, state.held("sync_state").step):
             resolved = None
         if resolved is None or self.check_every is not None:
             self._compare(state, axis)

@@ -97,6 +97,13 @@ def loaded(state: Any) -> Any:
     return state
 
 
+class Changing(ltx.DDPStrategy):
+    """Another hook from step 3 on, which `constant_after` doesn't say."""
+
+    def hook(self, step: int) -> Any:
+        return ltx.hooks.BF16() if step >= 3 else ltx.hooks.AllReduce()
+
+
 def as_float64() -> AbstractContextManager[Any]:
     class Default(nullcontext[None]):
         def __enter__(self) -> None:
@@ -166,6 +173,7 @@ ROWS = {
         strategy=ltx.DDPStrategy(comm_hook=ltx.hooks.PowerSGD(rank=1, start_step=3)), only=(2,)
     ),
     "another hook for each parameter": Row(carried=True, strategy=ltx.DDPStrategy(comm_hook="bf16"), only=(2,)),
+    "a hook that changes without a word": Row(carried=True, strategy=Changing(), only=(2,)),
     "an axis in scope": Row(around=lambda: nullcontext(ltx.vmap(ltx.psum)(torch.ones(3))), carried=True),
 }
 
