@@ -110,6 +110,41 @@ def trace() -> tuple[list[Function], bool]:
     return list(way.functions), way._arrived
 
 
+def called() -> tuple[int, set[Function]]:
+    """The number of calls of ltx's functions in a steady step of ten parameters, and these functions."""
+    params = {f"p{i}": torch.ones(4) for i in range(10)}
+    step = ltx.data_parallel(lambda p, x: (torch.stack(tuple(p.values())) * x).sum())
+    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.AdamW, lr=1e-3))
+    state, found = train.init(params), list[list[Function]]()
+    for number in range(12):
+        calls: list[Function] = []
+
+        def note(frame: FrameType, event: str, _: Any, calls: list[Function] = calls) -> None:
+            if event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
+                calls.append((frame.f_code.co_filename, frame.f_code.co_qualname))
+
+        sys.setprofile(note if number > 2 else None)
+        try:
+            state, _ = train(state, torch.ones(4))
+        finally:
+            sys.setprofile(None)
+        found += [calls] if number > 2 else []
+    fewest = min(found, key=len)  # a wait for the peer makes calls, too
+    return len(fewest), {*fewest}
+
+
+@pytest.mark.parametrize(("sockets", "most"), [(True, (330, 220)), (False, (370, 240))])
+def test_a_steady_step_asks_little(
+    sockets: bool, most: tuple[int, int], on_new_axis: Callable[..., PerRank[Any]]
+) -> None:
+    """What can't have changed since the step before isn't asked again."""
+    for count, functions in on_new_axis(called, sockets=sockets):
+        print(f"{count} calls of {len(functions)} functions")
+        assert count <= most[0]
+        assert len(functions) <= most[1]
+        assert len({file for file, _ in functions}) <= 48
+
+
 def test_a_gradients_way_is_short(on_new_axis: Callable[..., PerRank[tuple[list[Function], bool]]]) -> None:
     """The functions on the stack when a bucket's all-reduce is issued, and those that its result passes through.
 
