@@ -180,7 +180,7 @@ class Passes:
             self._under_way = []
             self.leave("something was raised in it", dropped[0].sent)
 
-    def flush_others(self, mine: BackwardPass) -> None:
+    def flush_others(self, mine: BackwardPass | None) -> None:
         """Wait for the collectives of other passes before the pass `mine` issues more.
 
         Otherwise their later phases, issued whenever a collective completes, would mix with those of `mine`.

@@ -110,8 +110,7 @@ class Pending:
 
     def flush_others(self) -> None:
         """Wait for the collectives of other passes before this pass issues its own."""
-        if self._run is not None:
-            self._among.passes.flush_others(self._run)
+        self._among.passes.flush_others(self._run)
 
     def abandon(self, reason: BaseException) -> None:
         """Tell the peers that this pass won't continue, if they know that it has begun."""
@@ -335,7 +334,7 @@ class ProcessSchedule(Schedule):
             self._batches[index] = tensors[0].shape[: len(dims)]
             program = self.program_of or self.program
             self._ready[index] = program(bucket, grads, self.plan.states_of(bucket, states))
-            if self.fenced and self.has_later_phases:
+            if self.has_later_phases:
                 self.pending.flush_others()
             if not self._held:
                 self.pending.launch(self._due(), self.hook_of())

@@ -29,6 +29,7 @@ from ltx.core.transforms.run import (
     Run,
     StepSettings,
     averaged,
+    reaching,
     refuse_gradients,
 )
 from ltx.core.transforms.strategy import Strategy, default_strategy
@@ -124,6 +125,8 @@ class DataParallel(StepSettings):
                     held, made = (marked.leaves, args, kwargs), private.nodes_made() - before
                     refuse_captured(self.fn, output, held, made, options.deferred)
         refuse_gradients(output, leaves, spec)
+        if marked.inputs is not None and options.step is None:
+            output = reaching(output, marked.leaves)
         mean = self.outputs == "mean" and not self.blocked
         return Run(marked.tied(output), self.axis, marked.schedule, mean, local, within, marked.inputs)
 

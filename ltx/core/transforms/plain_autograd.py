@@ -24,7 +24,7 @@ from ltx.core.base import private, traced, tree
 from ltx.core.base.errors import StepError, UnsupportedError, UnusedParameterWarning
 from ltx.core.collectives.linear import Function, at_places
 from ltx.core.gradients.marker import can_raise_priority
-from ltx.core.gradients.planning import tracked
+from ltx.core.gradients.planning import in_step, tracked
 from ltx.core.ranks.batched import in_front
 from ltx.core.transforms.checkpoints import checkpoints_allowed
 from ltx.core.transforms.closure_check import watch_for_traced_values
@@ -97,7 +97,10 @@ class Call:
             run = step.run(args, kwargs, CallOptions(deferred=self._may_defer(args)))
             outputs, spec = tree.flatten(run.value())
         self._schedule, self._inputs = run.schedule, run.inputs
-        self._differentiable = [i for i, x in enumerate(outputs) if isinstance(x, torch.Tensor) and x.requires_grad]
+        found = [(i, x) for i, x in enumerate(outputs) if isinstance(x, torch.Tensor)]
+        self._differentiable = [i for i, x in found if x.requires_grad]
+        if self._inputs is not None and not self._differentiable:  # the rank takes part, as its peers wait for it
+            self._differentiable = [i for i, x in found if x.is_floating_point() or x.is_complex()]
         self.outputs = [outputs[i] for i in self._differentiable]
         self._result = ([None if i in self._differentiable else x for i, x in enumerate(outputs)], spec)
         return tuple(x.detach() for x in self.outputs)
@@ -107,7 +110,7 @@ class Call:
         number = self.step.argnums
         if not isinstance(number, int) or isinstance(args[number], Synced) or traced.recording():
             return False
-        if not can_raise_priority():  # hooks of leaves start the buckets of one pass
+        if not can_raise_priority() or in_step.get():  # hooks of leaves serve one pass
             return False
         self._params = tree.flatten(args[number])[0]
         mine = {*map(id, self._params)}
@@ -132,10 +135,11 @@ class Call:
                     warn_of_own_leaves(self.outputs, wanted)
                 return tuple(torch.zeros_like(x) if g is None else g for g, x in zip(found, wanted, strict=True))
 
-        with comm.span("backward"), torch.inference_mode(False), checkpoints_allowed(), self.calls.in_pass():
+        with torch.inference_mode(False), checkpoints_allowed(), self.calls.in_pass():
             if self._inputs is not None:
                 return self._pull_buckets(self._inputs, cotangents)
-            grads = iter((torch.vmap(pull) if batched else pull)(*cotangents))
+            with comm.span("backward"):
+                grads = iter((torch.vmap(pull) if batched else pull)(*cotangents))
         return tuple(next(grads) if x.requires_grad else None for x in self.inputs)
 
     def _pull_buckets(
@@ -147,7 +151,8 @@ class Call:
         try:
             with comm.nested_run(), torch.no_grad():
                 schedule.send_summary()
-                schedule.backward(self.outputs, inputs, cotangents, again=True)
+                reached = [(x, c) for x, c in zip(self.outputs, cotangents, strict=True) if x.requires_grad]
+                schedule.backward([x for x, _ in reached], inputs, [c for _, c in reached], again=True)
                 if schedule.incomplete:
                     warn_of_own_leaves(self.outputs, inputs)
                 for bucket, reduced in schedule.wait_buckets():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -177,6 +177,25 @@ class Marked(NamedTuple):
         elif self.schedule is not None:
             raise StepError("the step returned no floating or complex tensor, so its parameters have no gradient.")
         return tree.unflatten(spec, leaves)
+
+
+def reaching(output: Any, leaves: Sequence[torch.Tensor]) -> Any:
+    """`output`; a Weighted's total that depends on no parameter gets a zero that does, without a tie.
+
+    Its sum over ranks is a part of the graph, whose backward pass all ranks run, also one without data.
+    """
+    weighted = output[0] if type(output) is tuple and output else output
+    if (
+        not isinstance(weighted, Weighted)
+        or not isinstance(weighted.total, torch.Tensor)
+        or weighted.total.requires_grad
+    ):
+        return output
+    nothing = leaves[0].reshape(-1)[:0].sum()  # 0, even where the parameter isn't finite
+    total = weighted.total + (nothing.real if nothing.is_complex() else nothing).to(weighted.total)
+    return (
+        (Weighted(total, weighted.weight), *output[1:]) if weighted is not output else Weighted(total, weighted.weight)
+    )
 
 
 def _floating(leaves: list[Any]) -> list[int]:
