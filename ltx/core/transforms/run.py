@@ -184,18 +184,12 @@ def reaching(output: Any, leaves: Sequence[torch.Tensor]) -> Any:
 
     Its sum over ranks is a part of the graph, whose backward pass all ranks run, also one without data.
     """
-    weighted = output[0] if type(output) is tuple and output else output
-    if (
-        not isinstance(weighted, Weighted)
-        or not isinstance(weighted.total, torch.Tensor)
-        or weighted.total.requires_grad
-    ):
+    if type(output) is tuple and output:
+        return (reaching(output[0], leaves), *output[1:])
+    if not isinstance(output, Weighted) or getattr(output.total, "requires_grad", True):
         return output
     nothing = leaves[0].reshape(-1)[:0].sum()  # 0, even where the parameter isn't finite
-    total = weighted.total + (nothing.real if nothing.is_complex() else nothing).to(weighted.total)
-    return (
-        (Weighted(total, weighted.weight), *output[1:]) if weighted is not output else Weighted(total, weighted.weight)
-    )
+    return output._replace(total=output.total + (nothing.real if nothing.is_complex() else nothing).to(output.total))
 
 
 def _floating(leaves: list[Any]) -> list[int]:

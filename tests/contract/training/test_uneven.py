@@ -207,7 +207,8 @@ SAFE: dict[str, Callable[[Tensor, Tensor, Tensor], ltx.Weighted]] = {
 
 
 @pytest.mark.parametrize("name", SAFE)
-def test_losses_that_are_nan_on_placeholders(name: str, ranks: Ranks, seed: int) -> None:
+@pytest.mark.parametrize("grad_and_value", [torch.func.grad_and_value, ltx.grad_and_value], ids=["torch.func", "ltx"])
+def test_losses_that_are_nan_on_placeholders(name: str, grad_and_value: Any, ranks: Ranks, seed: int) -> None:
     batches, w = [[torch.randn(4)], [torch.randn(4), torch.randn(4)]], torch.randn(4)
 
     def run() -> list[tuple[Tensor, Tensor]]:
