@@ -202,14 +202,6 @@ MUTANTS = (
         tests=("tests/internal/training/test_between_steps.py",),
     ),
     Mutant(
-        name="steps: a phase is taken for the last one",
-        where="resolve",
-        old="constant is None or step < constant)",
-        new="constant is None)",
-        breaks="local SGD never begins, or a hook's warm-up never ends",
-        tests=("tests/internal/training/test_between_steps.py",),
-    ),
-    Mutant(
         name="steps: a hook is taken for that of the step before",
         where="Resolved.holds",
         old="same = self.axis is axis and self.train.step.hook(step, training=True) == self.hook",
@@ -224,14 +216,6 @@ MUTANTS = (
         new="return True",
         breaks="ltx.debug_checks() doesn't compare the buckets of steady steps",
         tests=("tests/internal/peers/test_debug.py", "tests/internal/training/test_between_steps.py"),
-    ),
-    Mutant(
-        name="steps: a state keeps leaves that somebody else has",
-        where="Resolved.after",
-        old="if not self.train.donate and any(map(is_, leaves, self.leaves)):",
-        new="if False:",
-        breaks="without donation a skipped step's parameters, which the old state gives too, can't be frozen any more",
-        tests=("tests/internal/training/test_between_steps.py",),
     ),
     Mutant(
         name="steps: the state that takes over tensors somebody holds keeps the answers",

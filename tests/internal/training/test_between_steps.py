@@ -204,7 +204,7 @@ def outcome(row: Row, slow: bool) -> tuple[Any, bool]:
             found = state.resolved is not None and state.resolved.train is train
             with row.around():
                 state, _ = _in_thread(train, state, x) if row.in_thread else train(state, x)
-        return [x.detach().clone() for x in ltx.tree.leaves(state)], found
+        return [x.detach().clone() for x in ltx.tree.flatten(state)[0]], found
     except Exception as error:
         return (type(error).__name__, str(error)), found
 
