@@ -218,6 +218,14 @@ MUTANTS = (
         tests=("tests/internal/peers/test_debug.py", "tests/internal/training/test_between_steps.py"),
     ),
     Mutant(
+        name="steps: a state keeps leaves that somebody else has",
+        where="Resolved.after",
+        old="if not self.train.donate and any(map(is_, leaves, self.leaves)):",
+        new="if False:",
+        breaks="without donation a skipped step's parameters, which the old state gives too, can't be frozen any more",
+        tests=("tests/internal/training/test_between_steps.py",),
+    ),
+    Mutant(
         name="steps: the state that takes over tensors somebody holds keeps the answers",
         where="hand_over",
         old="_resolved=None)",

@@ -6,7 +6,7 @@ carries the answers. They hold for the next step if
 
 * this very object is given to the same train step, on the same axis of a world that is whole, and
 * nobody has read its tensors, so nobody can have replaced one, frozen it, or put a hook on it, and
-* the strategy and the hook have reached their last phase, and keep nothing from step to step.
+* the strategy has the same hook, communicates gradients alone, and keeps nothing from step to step.
 
 Else the step asks again, as it does for each state that a program has made or looked at.
 """
@@ -70,7 +70,7 @@ class Resolved:
 
     def holds(self, axis: Axis, step: int) -> bool:
         """Whether these are the answers at training step `step` on `axis` too. Raises if nothing may be sent there."""
-        # A strategy may have another hook at each step without saying so, by `constant_after`.
+        # Asked at each step: a strategy may change its hook without saying so by `constant_after`.
         same = self.axis is axis and self.train.step.hook(step, training=True) == self.hook
         return same and axis.ranks.goes_on()
 
@@ -118,7 +118,6 @@ def resolve(train: Any, params: Tree, leaves: list[torch.Tensor], spec: Any, inf
     everyone = late or must_sync_finite(train, info)
     among = axis if everyone or hook is None else hook.within(axis) or axis
     ranks = ALONE if axis.size == 1 or (hook is None and not everyone) else among.ranks
-    constant = strategy.constant_after
-    lasts = not (late or strategy.communicates_besides or strategy.stateful or constant is None or step < constant)
+    lasts = not (late or strategy.communicates_besides or strategy.stateful)
     ahead = runs_ahead(info, leaves)
     return Resolved(train, axis, params, leaves, spec, hook, ranks, late, post_update_hook, ahead, lasts)
