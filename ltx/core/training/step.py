@@ -280,8 +280,7 @@ class Step:
 
     def __post_init__(self) -> None:
         self._checks = checks_finite(self.train)
-        self._late, self._post_update_hook = self.resolved.late, self.resolved.post_update_hook
-        self._in_place = self.train.donate and (self._post_update_hook is not None or not self._late)
+        self._in_place = self.train.donate and (self.resolved.post_update_hook is not None or not self.resolved.late)
         self._params, self._spec = self.resolved.leaves, self.resolved.spec
         self._calls = Calls()
 
@@ -314,11 +313,11 @@ class Step:
         train, strategy, sync = self.train, self.train.step.strategy, self.state.held("sync_state")
         held = self.state.held("buffers")
         leaves = self._params
-        if train.donate and not self._late and sync.leaves:
+        if train.donate and not self.resolved.late and sync.leaves:
             # The optimizer writes to the parameters, and one tensor may be a parameter and communication state too.
             sync = replace(sync, leaves=unshared(sync.leaves, self.state.held("params")))
         sync_leaves, sync_spec = tree.flatten(sync.leaves)
-        hook = self._post_update_hook
+        hook = self.resolved.post_update_hook
         plan = self.resolved.plan
         if plan is None and hook is None and not marks_on_wire(train.step, self.resolved.hook, self.info.axis):
             leaves = [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in leaves]
@@ -379,8 +378,8 @@ class Step:
         schedule.send_summary(name, total.detach(), 1.0 if weight is None else weight, self._checks)
         completion: Completion | None = None
         try:
-            if self._post_update_hook is not None:
-                completion = UpdateThenSend(self._post_update_hook, work, schedule, total, weight)
+            if self.resolved.post_update_hook is not None:
+                completion = UpdateThenSend(self.resolved.post_update_hook, work, schedule, total, weight)
                 schedule.program_of = completion.program
             with self._calls.in_pass():
                 objective = work.objective(total)
@@ -485,7 +484,7 @@ class Step:
             params, after = check_next(strategy, "after_update", got, done.params, states)
             return Updated(params, done.opt_state, after, self.pending)
         with comm.span("update"):
-            grads, later = tree.unflatten(self._spec, done.grads), self._late and train.donate
+            grads, later = tree.unflatten(self._spec, done.grads), self.resolved.late and train.donate
             prepared = None if self.resolved.prepared is None else (self.resolved.prepared, grads, [*done.grads])
             done.grads.clear()  # leave the only references to the optimizer, which can free them
             opt_state = state.held("opt_state")
