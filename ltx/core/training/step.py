@@ -443,7 +443,7 @@ class Step:
                 following, metrics = next_state(train, state, updated, buffers, next_sync, metrics, finite)
                 carried = self.resolved.after(following, forward.run)
                 following.__dict__.update(
-                    sees_loss=state.sees_loss, of_step=True, _made_by=self.train, _resolved=carried
+                    sees_loss=state.sees_loss, of_step=True, _made_by=self.train, _resolved=carried, module=state.module
                 )
                 with nullcontext() if updated.finish is None else uninterrupted(True):
                     if updated.finish is not None:
@@ -451,6 +451,11 @@ class Step:
                         updated.finish()
                     finished = following, metrics
                     self.commit()
+                    if (module := state.module) is not None:
+                        moved = carried is not self.resolved or module.shows is not state._lease
+                        if moved or module.buffers:
+                            module.show(following, moved)
+                        module.shows = module.last = following._lease
                     if train.donate:
                         hand_over(state, following.unseen(), self.seen)
         except BaseException as error:

@@ -136,17 +136,18 @@ _called = Seen(forgets=True)
 
 def look_at_modules(
     fn: Any, in_place: Callable[[], set[int]], given: Callable[[], Iterable[Any]]
-) -> AbstractContextManager[None]:
+) -> AbstractContextManager[bool | None]:
     """While `fn` is called for the first time: raise StepError if it writes to a buffer of a module that it uses.
 
     Also raise if it uses an embedding that renormalises its rows in place, or a module whose trained parameters have
-    hooks for gradients and aren't among the `given` tensors. `in_place`: as in :func:`own_written`.
+    hooks for gradients and aren't among the `given` tensors. `in_place`: as in :func:`own_written`. The block gets True
+    if it is the first time.
     """
     return nullcontext() if _called.has(fn) else _looking(fn, in_place, given)
 
 
 @contextmanager
-def _looking(fn: Any, in_place: Callable[[], set[int]], given: Callable[[], Iterable[Any]]) -> Iterator[None]:
+def _looking(fn: Any, in_place: Callable[[], set[int]], given: Callable[[], Iterable[Any]]) -> Iterator[bool]:
     modules, tensors = modules_of(fn), [x for x in given() if isinstance(x, torch.Tensor)]
     ids, derived = {*map(id, tensors)}, any(x.grad_fn is not None for x in tensors)
     for module in modules:
@@ -157,7 +158,7 @@ def _looking(fn: Any, in_place: Callable[[], set[int]], given: Callable[[], Iter
             raise StepError(hooked_text(f"the step uses a module whose {left[place][0]!r} ({type(module).__name__})"))
     watched = [(module, buffer, _value(buffer.tensor)) for module in modules for buffer in Members(module).buffers]
     try:
-        yield
+        yield True
     except RuntimeError as error:
         # torch can't write values that differ between simulated ranks to a tensor that the ranks share.
         norms = [

@@ -117,11 +117,12 @@ class DataParallel(StepSettings):
                 token, before = in_step.set(True), private.nodes_made()
                 keep(given)
                 try:
-                    with look_at_modules(self.fn, tensors_in_place, lambda: leaves):
+                    with look_at_modules(self.fn, tensors_in_place, lambda: leaves) as first:
                         output = self.fn(*args, **kwargs)
                 finally:
                     in_step.reset(token)
-                if marked.schedule is not None and not private.in_transform():  # side effects
+                # side effects; a train step of one rank has no schedule, and is checked once
+                if (marked.schedule or (first and options.deferred)) and not private.in_transform():
                     held, made = (marked.leaves, args, kwargs), private.nodes_made() - before
                     refuse_captured(self.fn, output, held, made, options.deferred)
         refuse_gradients(output, leaves, spec)
