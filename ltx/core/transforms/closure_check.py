@@ -272,7 +272,7 @@ class Members:
         if isinstance(module, torch.jit.ScriptModule | nn.DataParallel):
             which = "module.module" if isinstance(module, nn.DataParallel) else "the module that was scripted"
             raise UnsupportedError(f"{what} can't put tensors into a {type(module).__name__}. Give it {which}.")
-        self.module = module
+        self.module, self.what = module, what
         self.slots: dict[str, tuple[dict[str, Any], str]] = {}  # path -> the dict that holds the tensor, and its key
         self.tied: dict[int, list[str]] = {}  # the names of tensors with several names, by id
         self.buffers: list[Buffer] = []
@@ -321,7 +321,7 @@ class Members:
         filled = dict(given)
         for name, tensor in given.items():
             if not isinstance(tensor, torch.Tensor):
-                raise TreeError(f"functional_call: {name!r} must be a tensor, got {type(tensor).__name__}.")
+                raise TreeError(f"{self.what}: {name!r} must be a tensor, got {type(tensor).__name__}.")
             if name not in self.slots:
                 self._check_attribute(name)
         for group in self.tied.values() if tie_weights else ():
@@ -329,7 +329,7 @@ class Members:
             for name in group if among else ():
                 if filled.setdefault(name, given[among[0]]) is not given[among[0]]:
                     raise InputError(
-                        f"functional_call: {among[0]!r} and {name!r} are one tensor in {type(self.module).__name__}, "
+                        f"{self.what}: {among[0]!r} and {name!r} are one tensor in {type(self.module).__name__}, "
                         "but two were given. Give one of them; or tie_weights=False, if they are to be apart."
                     )
         return filled
@@ -342,13 +342,13 @@ class Members:
             part = getattr(part, step, None)
         if last in getattr(part, "parametrizations", ()):
             raise InputError(
-                f"functional_call: {name!r} of {type(self.module).__name__} is parametrized, and what is given for it "
+                f"{self.what}: {name!r} of {type(self.module).__name__} is parametrized, and what is given for it "
                 "would get no gradient. Give what it is computed from: dict(module.named_parameters()) has the names."
             )
         if not isinstance(getattr(part, last, None), torch.Tensor):
             known = ", ".join(repr(path) for path in list(self.slots)[:4])
             raise InputError(
-                f"functional_call: {type(self.module).__name__} has no parameter or buffer {name!r}. Of its "
+                f"{self.what}: {type(self.module).__name__} has no parameter or buffer {name!r}. Of its "
                 f"{len(self.slots)} the first are {known or 'none'}."
             )
 
