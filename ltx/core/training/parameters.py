@@ -164,8 +164,9 @@ def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Mod
         DonatedStateError: the state was donated.
         UnsupportedError: the module's tensors can't be replaced: it is scripted, or under fully_shard.
 
-    A rank calls this alone, since each rank has its own state. Not differentiable: the copies are new leaves. Make
-    objects that hold the module's parameters, such as torch's optimizers or DDP, after this call.
+    A rank calls this alone, since each rank has its own state. Not differentiable: the copies are new leaves. A
+    module that ``train.init(module)`` got keeps its Parameters, has what it has of the state already, and at the next
+    step gets that step's. For others make objects that hold the parameters, such as DDP, after this call.
 
     Example:
         >>> import torch, ltx

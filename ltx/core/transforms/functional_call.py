@@ -122,8 +122,8 @@ def functional_call(
         output = module(*args, **kwargs)
     if (calls := call.recorded()) is not None:
         calls.watch(output)
-    buffers = call.done()
-    return (output, buffers) if return_buffers else output
+    after = call.done()
+    return (output, after) if return_buffers else output
 
 
 @contextmanager
