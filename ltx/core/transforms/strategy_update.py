@@ -5,7 +5,7 @@
 
 Two drivers run the same hook. A step that commits whole runs the optimizer on all parameters, then the hook on all
 buckets (:func:`communicate_after_update`). With ``overlap="update"`` each bucket runs its part of both as soon as its
-gradients are ready (:class:`ltx.core.training.step.UpdateThenSend`), so messages are sent during the backward pass.
+gradients are ready (:class:`ltx.core.training.backward.UpdateThenSend`), so messages are sent in the backward pass.
 
 Until a bucket is complete, a peer may still fail, and then every rank must have its old parameters. So the optimizer
 doesn't run in place on them. Later work, such as adding the differences that have arrived, can't fail: it may write

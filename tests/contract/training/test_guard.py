@@ -393,6 +393,18 @@ def test_no_more_than_so_many_alone_and_on_simulated_ranks() -> None:
     check_too_many(until_too_many(of_ranks, lambda bad: torch.full((3, 4), NAN if bad else 0.5)), culprit=1)
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("kwargs", [{"guard": "raise"}, {"guard": "skip", "max_skipped": 1}], ids=str)
+def test_a_step_that_autograd_differentiates_raises_as_others(kwargs: dict[str, Any], requires_grad: bool) -> None:
+    train = ltx.train_step(ltx.data_parallel(lambda p, x: (p * x).sqrt()), PLAIN_SGD, donate=False, **kwargs)
+    state, bad = train.init(torch.tensor(1.0)), torch.tensor(-1.0, requires_grad=requires_grad)
+    for _ in range(kwargs.get("max_skipped", 0)):
+        state, metrics = train(state, bad)
+        assert metrics.skipped
+    with pytest.raises(NotFiniteError):
+        train(state, bad)
+
+
 def test_a_limit_beside_a_loss_scale_and_in_a_checkpoint() -> None:
     precision = ltx.Precision(compute=torch.float16, loss_scale=ltx.DynamicLossScale(init=8.0, growth_interval=2))
     step = ltx.mixed_precision(ltx.data_parallel(linear), precision)
