@@ -310,6 +310,7 @@ class ProcessSchedule(Schedule):
 
     def _reset(self) -> None:
         self.pending = Pending(self.comm, self.among)
+        self._passes_inside = False  # Functions will run backward passes inside of this one
         self._task = -1  # the id of the autograd run of a deferred pass
         #: Gradients of buckets that aren't complete yet, and the buckets to which the pass itself has come.
         self._early: dict[int, list[torch.Tensor | None]] = {}
@@ -325,7 +326,8 @@ class ProcessSchedule(Schedule):
         bucket = self.plan.buckets[index]
         grads, states = tensors[: len(bucket.members)], tensors[len(bucket.members) :]
         try:
-            inside = not self.fenced and (graph_task() != self._task or index in self._early or index in self._batches)
+            early = index in self._early or index in self._batches or self._passes_inside
+            inside = not self.fenced and (early or graph_task() != self._task)
             if inside or type(None) in map(type, grads):
                 if not (grads := self._joined(index, grads)):  # type: ignore[assignment]
                     return ()
@@ -358,15 +360,20 @@ class ProcessSchedule(Schedule):
         inputs: Sequence[torch.Tensor],
         cotangents: Sequence[torch.Tensor] | None = None,
         again: bool = False,
+        own: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Run a deferred pass from `objectives`; empty if no parameter is reached. `again`: it may run once more."""
+        """Run a deferred pass from `objectives`; empty if no parameter is reached. `again`: it may run once more.
+
+        `own`: leaves that the step has made, which lead to passes inside of this one.
+        """
+        self._passes_inside = bool(own)
         self.begin()
         on_end = self.on_end
         for root in (x.grad_fn for x in objectives if x.grad_fn is not None):
             root.register_prehook(self._entered)
         if objectives:
             with comm.span("backward"):
-                torch.autograd.backward(objectives, cotangents, again, inputs=inputs)
+                torch.autograd.backward(objectives, cotangents, again, inputs=[*inputs, *own])
         self.launch()
         self.on_end = on_end if again else self.on_end
 
@@ -378,7 +385,7 @@ class ProcessSchedule(Schedule):
 
         A reversible layer runs a backward pass inside of this one (``y.backward(dy)`` in its Function), which may bring
         gradients that the loss' graph doesn't know of. So a bucket starts when this pass has come to it and each
-        parameter has a gradient, or when the pass is over.
+        parameter has a gradient, if no such layer is known to come, or when the pass is over.
         """
         if graph_task() == self._task:
             self._reached.add(index)
@@ -392,7 +399,7 @@ class ProcessSchedule(Schedule):
             )
         if (early := self._early.pop(index, None)) is not None:
             grads = [a if b is None else b if a is None else a + b for a, b in zip(early, grads, strict=True)]
-        if index in self._reached and not any(grad is None for grad in grads):
+        if index in self._reached and not (self._passes_inside or any(grad is None for grad in grads)):
             return grads
         self._early[index] = list(grads)
         return ()
@@ -412,6 +419,7 @@ class ProcessSchedule(Schedule):
     def launch(self) -> None:
         """The backward pass is over: launch the buckets that weren't launched."""
         on_end, self.on_end, self._task = self.on_end, lambda _: None, graph_task()
+        self._passes_inside = False
         on_end(self)
         if self._ready:
             self.pending.launch(self._due(), self.hook_of())

@@ -63,7 +63,7 @@ class Backward(NamedTuple):
         if not is_one(self.loss_scale):
             with torch.enable_grad():
                 total = total * self.loss_scale
-        return total if self.inputs and total.requires_grad else None
+        return total if total.requires_grad else None
 
     def mean_at_once(self, axis: Axis, local: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(mean loss, divisor of the gradients), without a step summary; the divisor of an unweighted step is None.
@@ -88,7 +88,7 @@ class Backward(NamedTuple):
         """Run a backward pass that doesn't communicate. `divisor`: a Weighted's sum of weights, else None."""
         if (objective := self.objective()) is not None:
             with comm.span("backward"):
-                torch.autograd.backward(objective, inputs=self.inputs)
+                torch.autograd.backward(objective, inputs=[*self.inputs, *self.run.own])
         found = [None if objective is None else x.grad for x in self.inputs]
         count = len(self.leaves)
         grads = [torch.zeros_like(x) if g is None else g for x, g in zip(self.leaves, found, strict=False)]

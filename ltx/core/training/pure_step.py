@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,10 +13,9 @@ from ltx.core.base import private, traced, tree
 from ltx.core.base.errors import UnsupportedError
 from ltx.core.collectives.calls import prepare_trace, traced_processes, traced_size
 from ltx.core.gradients.planning import any_derivative
-from ltx.core.optim.base import Update
 from ltx.core.ranks.axis import Axis
 from ltx.core.training.backward import BackwardResult
-from ltx.core.training.guard import checks_finite, loss_scale_of, may_raise
+from ltx.core.training.guard import all_finite, checks_finite, loss_scale_of, may_raise
 from ltx.core.training.outputs import Batch, GivenGradients
 from ltx.core.training.replicas import check_replicas
 from ltx.core.training.settings import TrainSettings, check_layout, refuse_in_graph
@@ -110,18 +109,12 @@ class PureStep(Step):
         return loss
 
     def finite(self, done: BackwardResult) -> bool | torch.Tensor | None:
-        return super().finite(done._replace(grads=[x.detach() for x in done.grads or []]))
+        if not checks_finite(self.train):
+            return None
+        return all_finite(self.train, [x.detach() for x in done.grads or ()], self.info)
 
-    def knows_bad(self, finite: bool | torch.Tensor | None) -> bool:
-        if isinstance(finite, torch.Tensor) and may_raise(self.train):
-            return not bool(plain_values(finite).all())
-        return finite is False
-
-    def uninterrupted(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def update_of(self, done: BackwardResult, grads: Any, opt_state: Any, finite: Any) -> Update:
-        return Update(self.train.optimizer, self.params, grads, opt_state, finite=finite)
+    def knows_bad(self, finite: torch.Tensor) -> bool:
+        return may_raise(self.train) and not bool(plain_values(finite).all())
 
     def update(self, done: BackwardResult, states: Any, finite: Any, loss: torch.Tensor) -> Updated:
         updated = super().update(done, states, finite, loss)

@@ -1,7 +1,7 @@
 """What a training step asks before it runs, and when the answers hold for the step after it.
 
 A step asks its strategy, its hook, its axis and the shapes of its parameters what to do; :func:`resolve` asks all of
-it, and the step itself (:mod:`ltx.core.training.eager_step`) asks nothing more of this. The state that a step makes
+it, and the step itself (:mod:`ltx.core.training.step`) asks nothing more of this. The state that a step makes
 carries the answers. They hold for the next step if
 
 * this very object is given to the same train step, on the same axis of a world that is whole, and

@@ -1,38 +1,63 @@
-"""A training step: one list of stages, :meth:`Step.run`, and two executors of it.
+"""A training step: one list of stages, :meth:`Step.run`, and the executor of eager steps.
 
-:class:`ltx.core.training.eager_step.EagerStep` communicates while the backward pass runs, and may reuse the state's
-memory. :class:`ltx.core.training.pure_step.PureStep` has no side effects, for transforms and compiled graphs. They
-differ in when answers come, and in who owns memory.
+:class:`EagerStep` communicates while the backward pass runs, and may reuse the state's memory.
+:class:`ltx.core.training.pure_step.PureStep` has no side effects, for transforms and compiled graphs. They differ in
+when answers come, and in who owns memory.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+import enum
+import importlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import compress
+from operator import attrgetter
+from types import FrameType
 from typing import Any, ClassVar
 
 import torch
 
 from ltx.core import comm
 from ltx.core.base import tree
-from ltx.core.optim.base import Update, with_loss
-from ltx.core.training.backward import BackwardResult
+from ltx.core.base.errors import LtxError, WeightError
+from ltx.core.gradients.pending import ProcessSchedule
+from ltx.core.optim.base import Prepared, Update, with_loss
+from ltx.core.optim.from_torch import TorchOptimizer
+from ltx.core.training.backward import (
+    Backward,
+    BackwardResult,
+    CollectGradients,
+    Completion,
+    UpdateBuckets,
+    UpdateThenSend,
+    scale_of,
+    unreached,
+)
 from ltx.core.training.guard import (
     all_finite,
     checks_finite,
+    host_asks,
     kept_if_skipped,
     loss_scale_of,
     may_raise,
     next_state,
     not_finite_error,
+    probes,
     should_raise,
 )
-from ltx.core.training.outputs import Batch, Outputs, arguments_of, outputs_of
+from ltx.core.training.outputs import Batch, Outputs, arguments_of, outputs_of, unshared
+from ltx.core.training.resolved import Resolved
 from ltx.core.training.settings import TrainSettings, check_weighted
-from ltx.core.training.train_state import Metrics, TrainState, torch_states
+from ltx.core.training.train_state import Metrics, TrainState, hand_over, torch_states
+from ltx.core.transforms.functional_call import Calls
+from ltx.core.transforms.marking import marks_on_wire
 from ltx.core.transforms.run import CallOptions, Run, Weighted
 from ltx.core.transforms.strategy_update import StepInfo, Updated, check_next, check_updated
-from ltx.core.transforms.sync_state import SyncState
+from ltx.core.transforms.sync_state import Synced, SyncState
 from ltx.typing import Tree
 
 
@@ -46,8 +71,6 @@ class Step:
         pending: the strategy's communication under way, from its `begin`.
         params: the trained parameters. leaves, spec: their leaves and structure.
     """
-
-    detached: ClassVar[bool] = True  # buffers and aux have no derivative
 
     train: TrainSettings
     state: TrainState
@@ -64,14 +87,15 @@ class Step:
         drawn = torch_states() if may_raise(train) else {}
         done, loss, buffers, aux = self.differentiate()
         finite = self.finite(done)
-        if self.knows_bad(finite) and should_raise(train, state):
+        bad = self.knows_bad(finite) if isinstance(finite, torch.Tensor) else finite is False
+        if bad and should_raise(train, state):
             grads, scale = done.grads or [], loss_scale_of(train, state)
             raise not_finite_error(train, state, self.batch, self.info, grads, drawn, scale)
         states = done.states
         if finite is not None:
             states, buffers = kept_if_skipped(train, finite, state, states, buffers)
         try:
-            with self.uninterrupted():
+            with self.updating():
                 updated = self.update(done, states, finite, loss)
                 sync, metrics = self.next_sync(updated), Metrics(loss, aux)
                 following, metrics = next_state(train, state, updated, buffers, sync, metrics, finite)
@@ -80,53 +104,6 @@ class Step:
             self.failed(done, error)
             raise
         return following, metrics
-
-    # --- stages in which executors differ ----------------------------------------------------------------------------
-
-    def differentiate(self) -> tuple[BackwardResult, torch.Tensor, Tree, Any]:
-        """The forward and the backward pass: (reduced gradients, the mean loss, buffers, aux)."""
-        raise NotImplementedError
-
-    def finite(self, done: BackwardResult) -> bool | torch.Tensor | None:
-        """Whether all gradients of all ranks are finite; None if nobody asks. A tensor where the host doesn't wait."""
-        if done.grads is None or not checks_finite(self.train):
-            return None
-        return all_finite(self.train, done.grads, self.info, done.sums)
-
-    def knows_bad(self, finite: bool | torch.Tensor | None) -> bool:
-        """Whether the host knows that gradients aren't finite."""
-        return finite is False
-
-    def uninterrupted(self) -> AbstractContextManager[None]:
-        """Surrounds what mustn't be done by halves."""
-        raise NotImplementedError
-
-    def update_of(self, done: BackwardResult, grads: Tree, opt_state: Tree, finite: Any) -> Update:
-        """The optimizer's part of the step."""
-        raise NotImplementedError
-
-    def next_sync(self, updated: Updated) -> SyncState:
-        """The communication state after this step."""
-        raise NotImplementedError
-
-    def commit(self, updated: Updated, following: TrainState, metrics: Metrics) -> None:
-        """Give the memory of the state to the `following` one, if it is reused."""
-
-    def failed(self, done: BackwardResult, error: BaseException) -> None:
-        """Say what has become of the state, as something failed in the update or after it."""
-
-    # --- what they share ---------------------------------------------------------------------------------------------
-
-    def called(self, given: Tree, options: CallOptions, calls: Any = None) -> tuple[Run, Outputs]:
-        """The call of the user's step on the parameters `given`. `calls`: a context that records functional calls."""
-        buffers = self.state.held("buffers")
-        arguments = arguments_of(given, buffers, self.batch)
-        with calls or nullcontext():
-            run = self.train.step.run(arguments, self.batch.named, options)
-        outputs = outputs_of(run, buffers, self.train.has_aux, self.detached)
-        if isinstance(outputs.loss, Weighted):
-            check_weighted(self.train.step.strategy, self.info.step)
-        return run, outputs
 
     def update(self, done: BackwardResult, states: Any, finite: Any, loss: torch.Tensor) -> Updated:
         """Run the optimizer, unless it has run bucket by bucket, and the strategy's part."""
@@ -139,5 +116,288 @@ class Step:
             opt_state = state.held("opt_state")
             if state.sees_loss:
                 opt_state = with_loss(opt_state, loss)
-            update = self.update_of(done, tree.unflatten(self.spec, done.grads), opt_state, finite)
+            grads = tree.unflatten(self.spec, done.grads)
+            faster = None if self.prepared is None else (self.prepared, grads, [*done.grads])
+            done.grads.clear()  # leave the only references to the optimizer, which can free them
+            of = self.train.optimizer, self.params, grads, opt_state
+            update = Update(*of, self.in_place, finite, self.later, self.about_to_write, faster)
             return check_updated(strategy, strategy.update(update, states, self.info, self.pending), update, states)
+
+    def called(self, given: Tree, options: CallOptions, calls: Any = None) -> tuple[Run, Outputs]:
+        """The call of the user's step on the parameters `given`. `calls`: a context that records functional calls."""
+        buffers = self.state.held("buffers")
+        arguments = arguments_of(given, buffers, self.batch)
+        with calls or nullcontext():
+            run = self.train.step.run(arguments, self.batch.named, options)
+        outputs = outputs_of(run, buffers, self.train.has_aux, self.detached)
+        if isinstance(outputs.loss, Weighted):
+            check_weighted(self.train.step.strategy, self.info.step)
+        return run, outputs
+
+    # --- in what executors differ ------------------------------------------------------------------------------------
+
+    #: Buffers and aux have no derivative.
+    detached: ClassVar[bool] = True
+    #: Of the optimizer's :class:`ltx.core.optim.base.Update`: `donate`, `may_overwrite`, `prepared`, `on_overwriting`.
+    in_place: bool = field(default=False, init=False)
+    later: bool = field(default=False, init=False)
+    prepared: Prepared | None = field(default=None, init=False)
+    about_to_write: Callable[[], None] | None = field(default=None, init=False)
+
+    def differentiate(self) -> tuple[BackwardResult, torch.Tensor, Tree, Any]:
+        """The forward and the backward pass: (reduced gradients, the mean loss, buffers, aux)."""
+        raise NotImplementedError
+
+    def finite(self, done: BackwardResult) -> bool | torch.Tensor | None:
+        """Whether all gradients of all ranks are finite; None if nobody asks. A tensor where the host doesn't wait."""
+        raise NotImplementedError
+
+    def knows_bad(self, finite: torch.Tensor) -> bool:
+        """Whether the host reads `finite` at this step, and it is false."""
+        return False
+
+    def updating(self) -> AbstractContextManager[None]:
+        """Surrounds the update, and the commit."""
+        return nullcontext()
+
+    def next_sync(self, updated: Updated) -> SyncState:
+        """The communication state after this step."""
+        raise NotImplementedError
+
+    def commit(self, updated: Updated, following: TrainState, metrics: Metrics) -> None:
+        """Give the memory of the state to the `following` one, if it is reused."""
+
+    def failed(self, done: BackwardResult, error: BaseException) -> None:
+        """Say what has become of the state, as something failed in the update or after it."""
+
+
+# --- eager steps ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def uninterrupted(wanted: bool) -> Iterator[None]:
+    """Delay signals to the end of the block, if `wanted`: their handlers may raise, as those of Ctrl-C and alarms.
+
+    It has an effect only in the main thread, which handles signals.
+    """
+    if not wanted or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: dict[int, FrameType | None] = {}
+    found = [*map(_signals.getsignal, _SIGNALS)]
+    handlers = [*compress(zip(_SIGNALS, found, strict=True), map(callable, found))]  # no Python code for each signal
+    raised: BaseException | None = None
+    try:
+        for number, _ in handlers:
+            _signals.signal(number, came.__setitem__)
+        yield
+    finally:
+        for number, handler in handlers:
+            try:
+                _signals.signal(number, handler)
+                if number in came:
+                    handler(number, came[number])
+            except BaseException as error:  # restore the other handlers too
+                raised = error
+        if raised is not None:
+            raise raised
+
+
+# Python's wrappers look for each handler among the members of an enumeration, which would take most of the time here.
+_signals: Any = importlib.import_module("_signal")
+_SIGNALS = sorted(map(int, signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}))
+
+
+def incomplete(state: TrainState, error: BaseException) -> None:
+    """Make a state invalid: the host took it over before the device had made it, and the device has given up since."""
+    state.invalidate(
+        f"this TrainState (step {state.step}) is invalid: the device couldn't complete what it is made of "
+        f"({type(error).__name__}: {error}). Load a checkpoint."
+    )
+
+
+class Written(enum.Enum):
+    """What a step has written into the memory of its state."""
+
+    NOTHING = enum.auto()
+    PERHAPS = enum.auto()  # the optimizer has been told to write, and may have begun to
+    ALL = enum.auto()  # the next state is complete
+
+
+@dataclass(eq=False)
+class EagerStep(Step):
+    """A step whose buckets are reduced while the backward pass runs.
+
+    Attributes:
+        resolved: what the step asked. seen: the parts of the state whose tensors the user may hold references to.
+        committed: called when the step commits.
+    """
+
+    resolved: Resolved
+    seen: tuple[str, ...]
+    committed: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self._checks = checks_finite(self.train)
+        self.in_place = self.train.donate and (self.resolved.post_update_hook is not None or not self.resolved.late)
+        self.later, self.prepared = self.resolved.late and self.train.donate, self.resolved.prepared
+        self.about_to_write, self._calls = self._about_to_write, Calls()
+        self._written, self._before = Written.NOTHING, list[int]()
+
+    # --- differentiate -----------------------------------------------------------------------------------------------
+
+    def differentiate(self) -> tuple[BackwardResult, torch.Tensor, Tree, Any]:
+        work, mean, buffers, aux = self._forward()
+        if isinstance(work.run.schedule, ProcessSchedule):
+            with torch.no_grad():  # recording views in autograd would be costly
+                done, summed = self._backward(work, work.run.schedule)
+        else:
+            among, local = work.run.within or self.info.axis, self.train.step.strategy.hook(self.info.step) is None
+            summed, divisor = work.mean_at_once(among, local)
+            with self._calls.in_pass():
+                done = work.run_alone(divisor)
+        return done, summed if mean is None else mean, buffers, aux
+
+    def _forward(self) -> tuple[Backward, torch.Tensor | None, Tree, Any]:
+        """Run the user's step on the marked parameters: (the pass to come, the mean loss, buffers, aux).
+
+        The mean is None where it comes with the step summary, or needn't be communicated.
+        """
+        train, strategy, sync = self.train, self.train.step.strategy, self.state.held("sync_state")
+        leaves = self.leaves
+        if train.donate and not self.resolved.late and sync.leaves:
+            # The optimizer writes to the parameters, and one tensor may be a parameter and communication state too.
+            sync = replace(sync, leaves=unshared(sync.leaves, self.params))
+        sync_leaves, sync_spec = tree.flatten(sync.leaves)
+        hook, plan = self.resolved.post_update_hook, self.resolved.plan
+        if plan is None and hook is None and not marks_on_wire(train.step, self.resolved.hook, self.info.axis):
+            leaves = [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in leaves]
+            sync_leaves = [x.detach().requires_grad_() for x in sync_leaves]
+        given = tree.unflatten(self.spec, leaves)
+        if sync_leaves or (not self.resolved.lasts and strategy.stateful):
+            given = Synced(given, replace(sync, leaves=tree.unflatten(sync_spec, sync_leaves)))
+        flat, within = (leaves, self.spec), self.resolved.within
+        options = CallOptions(True, self.info.step, hook, self.state.frozen, flat, plan, within)
+        with comm.span("forward"), torch.enable_grad():
+            run, (loss, buffers, aux) = self.called(given, options, self._calls.recorded())
+        if self.in_place and not (buffers is aux is None):  # outputs mustn't change with the parameters
+            buffers, aux = unshared((buffers, aux), leaves)
+        total, weight = loss.checked() if isinstance(loss, Weighted) else (loss, None)
+        asked = run.mean and weight is None and (run.local or run.within is not None)
+        mean = run.averaged(total.detach()) if asked else None
+        factor, ahead = loss_scale_of(train, self.state), self.resolved.ahead
+        if factor is None:
+            factor = 1.0
+        elif isinstance(factor, torch.Tensor) and not ahead:
+            factor = float(factor)
+        look, unused = probes if self._checks and not ahead else None, dict[int, str]()
+        if self.state.step == 0:
+            missing = unreached(total, leaves, None if run.schedule is None else run.schedule.plan)
+            if missing:
+                paths = tree.leaf_paths(self.state.trained)
+                unused = {member: paths[member] for member in missing}
+        shared = sync_leaves, sync_spec, total, weight, self.in_place, factor, look, unused
+        self._work = work = Backward(train.optimizer, self.state, run, leaves, *shared)
+        return work, mean, buffers, aux
+
+    def _backward(self, work: Backward, schedule: ProcessSchedule) -> tuple[BackwardResult, torch.Tensor]:
+        """Run the backward pass, which launches the buckets' programs. Returns (buckets' results, mean loss)."""
+        total, weight, name = work.total, work.weight, f"step {self.state.step}"
+        try:
+            comm.read_last_summary(schedule.among)
+        except LtxError as error:  # the host has run ahead of the device, and an earlier step failed there
+            if not isinstance(error, WeightError):  # after a WeightError that step has changed nothing
+                incomplete(self.state, error)
+            raise
+        if not self.state.of_step and self.train.step.strategy.layout.params == "replicated":
+            schedule.unreduced = lambda: "made by the program (dataclasses.replace, ltx.tree.map, a checkpoint)"
+        schedule.send_summary(name, total.detach(), 1.0 if weight is None else weight, self._checks)
+        completion: Completion | None = None
+        try:
+            if self.resolved.post_update_hook is not None:
+                completion = UpdateThenSend(self.resolved.post_update_hook, work, schedule)
+                schedule.program_of = completion.program
+            with self._calls.in_pass():
+                objective = work.objective()
+                schedule.backward([] if objective is None else [objective], work.inputs, own=work.run.own)
+            if completion is None:
+                scale = scale_of(work, schedule)
+                of = UpdateBuckets if self.train.overlap == "update" else CollectGradients
+                completion = of(work, schedule, scale)
+            for bucket, reduced in schedule.wait_buckets():
+                completion.complete(bucket, reduced)
+            summary = schedule.finish()
+            done = completion.result()
+        except BaseException as error:
+            schedule.abandon(error)
+            if completion is not None:
+                work.invalidated_by(error, completion.updated, schedule.plan)
+            raise
+        assert summary is not None
+        return done, summary.mean(total.dtype) if completion.mean is None else completion.mean
+
+    # --- check, update, commit ---------------------------------------------------------------------------------------
+
+    def finite(self, done: BackwardResult) -> bool | torch.Tensor | None:
+        if done.grads is None:
+            return None
+        if self._work.unused:
+            self._work.look(range(len(done.grads)), done.grads)
+        finite = all_finite(self.train, done.grads, self.info, done.sums) if self._checks else None
+        if isinstance(finite, torch.Tensor) and host_asks(self.train, self.state.step):  # the host waits for the device
+            finite = bool(self.info.axis.ranks.read(finite, "the guard"))
+        if done.skip is not None and finite is not False:
+            finite = done.skip.logical_not() if finite is None or finite is True else finite & ~done.skip
+        return finite
+
+    def updating(self) -> AbstractContextManager[None]:
+        if self._work.unused:
+            shared = self.train.step.strategy.shares_gradients(self.info.step) and self._work.run.within is None
+            self._work.report_unused(shared or self.info.axis.size == 1)
+        # A signal that comes while tensors are updated in place is handled after the step. If its handler raises, the
+        # caller doesn't get the result, so the state object itself becomes the next state.
+        return uninterrupted(self.in_place)
+
+    def _about_to_write(self) -> None:
+        self._written, self._before = Written.PERHAPS, self._versions
+        self.state.begin_writing()
+
+    @property
+    def _versions(self) -> list[int]:
+        """The version counters of the tensors that the optimizer writes to."""
+        counts_first = isinstance(self.train.optimizer, TorchOptimizer)  # it counts on parameters, before any write
+        states = [] if counts_first else tree.flatten(self.state.held("opt_state"))[0]
+        return [*map(attrgetter("_version"), (*self.leaves, *states))]
+
+    def next_sync(self, updated: Updated) -> SyncState:
+        sync: SyncState = self.state.held("sync_state")
+        return sync.advanced(updated.states, self.info.step)
+
+    def commit(self, updated: Updated, following: TrainState, metrics: Metrics) -> None:
+        state = self.state
+        carried = self.resolved.after(following, self._work.run)
+        following.__dict__.update(sees_loss=state.sees_loss, of_step=True, _made_by=self.train, _resolved=carried)
+        with uninterrupted(updated.finish is not None):
+            if updated.finish is not None:
+                state.begin_writing()
+                updated.finish()
+            self._written, self._following = Written.ALL, following
+            self.committed()
+            if self.train.donate:
+                hand_over(state, following.unseen(), self.seen)
+
+    def failed(self, done: BackwardResult, error: BaseException) -> None:
+        state = self.state
+        match self._written:
+            case Written.ALL if self.train.donate:
+                state.become(self._following)
+            case Written.NOTHING if done.grads is None:
+                self._work.invalidated_by(error)
+            case Written.PERHAPS if self._before == self._versions:
+                state.undo_begin()
+            case Written.PERHAPS:
+                state.invalidate(
+                    f"this TrainState (step {state.step}) is invalid: the optimizer had begun to update its tensors in "
+                    f"place when something failed ({type(error).__name__}: {error}). Load a checkpoint. With "
+                    "donate=False the tensors of a state are never written to."
+                )

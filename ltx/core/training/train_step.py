@@ -24,7 +24,6 @@ from ltx.core.gradients.planning import in_step, requires_grad
 from ltx.core.optim import Optimizer
 from ltx.core.optim.base import is_transforming
 from ltx.core.ranks.axis import Axis
-from ltx.core.training.eager_step import EagerStep, incomplete
 from ltx.core.training.guard import (
     scaling,
 )
@@ -39,6 +38,7 @@ from ltx.core.training.settings import (
     check_devices,
     check_kept,
 )
+from ltx.core.training.step import EagerStep, incomplete
 from ltx.core.training.train_state import LossScale, Metrics, TrainState
 from ltx.core.transforms.compare import tensors_by_path
 from ltx.core.transforms.data_parallel import DataParallel
@@ -235,7 +235,7 @@ class TrainStep(TrainSettings):
                 "a train step was called in torch.inference_mode(), where nothing is differentiated: its gradients "
                 "would be zeros. Call it outside of that mode; torch.no_grad() around it does no harm."
             )
-        state.check_owned()
+        state.check_whole()
         params, resolved = state.held("params"), resolved_before(self, state)
         if resolved is None:
             check_made_for(self, state)
@@ -249,7 +249,6 @@ class TrainStep(TrainSettings):
             transforming = requires_grad([*read, *others])
         if transforming:
             return PureStep.of(self, state, batch).run()
-        state.check_whole()
         # read `seen` now, since the comparison looks at the state too
         axis, seen = comm.resolve(self.step.axis), state.seen
         if resolved is not None and not resolved.holds(axis, state.held("sync_state").step):

@@ -19,7 +19,7 @@ from ltx.core.base.errors import StepError, SyncStateError
 from ltx.core.collectives.linear import at_places
 from ltx.core.gradients.planning import in_step
 from ltx.core.transforms import plain_autograd
-from ltx.core.transforms.closure_check import TracedValueError, look_at_modules, refuse_captured
+from ltx.core.transforms.closure_check import TracedValueError, look_at_modules, own_leaves, refuse_captured
 from ltx.core.transforms.compare import check_in_debug, check_params_once
 from ltx.core.transforms.functional_call import keep, tensors_in_place
 from ltx.core.transforms.marking import mark, mark_again, mark_in_graph, sync_gradients
@@ -109,7 +109,7 @@ class DataParallel(StepSettings):
         if options.frozen is not None:
             given = tree.filled(given, options.frozen)
         places, values = ([self.argnums], [given]) if isinstance(self.argnums, int) else (self.argnums, given)
-        args = tuple(at_places(args, places, values))
+        args, own = tuple(at_places(args, places, values)), list[torch.Tensor]()
         if recorded:
             output = self.fn(*args, **kwargs)
         else:
@@ -121,14 +121,17 @@ class DataParallel(StepSettings):
                         output = self.fn(*args, **kwargs)
                 finally:
                     in_step.reset(token)
-                if marked.schedule is not None and not private.in_transform():  # side effects
+                if not private.in_transform():  # side effects
                     held, made = (marked.leaves, args, kwargs), private.nodes_made() - before
-                    refuse_captured(self.fn, output, held, made, options.deferred)
+                    if marked.schedule is None:
+                        own = own_leaves(self.fn, output, held, made)
+                    else:
+                        own = refuse_captured(self.fn, output, held, made, options.deferred)
         refuse_gradients(output, leaves, spec)
         if marked.inputs is not None and options.step is None:
             output = reaching(output, marked.leaves)
         mean = self.outputs == "mean" and not self.blocked
-        return Run(marked.tied(output), self.axis, marked.schedule, mean, local, within, marked.inputs)
+        return Run(marked.tied(output), self.axis, marked.schedule, mean, local, within, marked.inputs, own)
 
     def params_of(self, args: tuple[Any, ...]) -> tuple[Tree, SyncState | None]:
         """The parameters among the arguments of a call, and the communication state that came with them."""
