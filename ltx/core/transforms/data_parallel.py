@@ -6,7 +6,7 @@ arguments: the gradient with respect to a replicated argument is reduced over th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
 from typing import Any, Literal, overload
@@ -109,7 +109,8 @@ class DataParallel(StepSettings):
         if options.frozen is not None:
             given = tree.filled(given, options.frozen)
         places, values = ([self.argnums], [given]) if isinstance(self.argnums, int) else (self.argnums, given)
-        args, own = tuple(at_places(args, places, values)), list[torch.Tensor]()
+        args = tuple(at_places(args, places, values))
+        own: Sequence[torch.Tensor] = ()
         if recorded:
             output = self.fn(*args, **kwargs)
         else:
