@@ -16,7 +16,7 @@ from tests.streams.pool import on_streams
 
 #: Of ltx at most; "calls of Python" beyond DDP's.
 MOST = {
-    "calls of Python": 48,
+    "calls of Python": 46,
     "events": 2,
     "waits of a stream": 2,
     "record_stream": 1,

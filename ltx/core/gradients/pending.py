@@ -270,7 +270,7 @@ class ProcessSchedule(Schedule):
         self._sends: dict[bool, tuple[CommHook, int]] = {}
         part = plan.hook.within(plan.axis)
         self._part = None if part is None or part.comm is None else part.comm
-        ordered = [self.comm.stream_of(bucket.device) is not None for bucket in plan.buckets]
+        ordered = [self.comm.stream_of(device) is not None for device in {bucket.device for bucket in plan.buckets}]
         self._shared, self._polls = any(ordered), not all(ordered)
         self._in_graphs, self._held = _issued_in_graphs() if self._shared else 0, False
         self._reset()
