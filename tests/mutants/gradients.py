@@ -5,9 +5,9 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         name="gradients: buckets launched as they come",
-        where="ProcessSchedule._due",
-        old="while (program := self._ready.pop(len(self.pending), None)) is not None:",
-        new="while self._ready and (program := self._ready.pop(next(iter(self._ready)))) is not None:",
+        where="Pending.launch",
+        old="while (program := ready.pop(place := len(self._launched), None)) is not None:",
+        new="while ready and (program := ready.pop(next(iter(ready)))) and (place := len(self._launched)) >= 0:",
         breaks="ranks whose gradients come in another order issue their buckets in another order",
         tests=(
             "tests/contract/gradients/test_schedule.py::test_any_order_of_arrival_on_processes",
@@ -17,8 +17,8 @@ MUTANTS = (
     Mutant(
         name="gradients: buckets aren't waited for",
         where="Pending._advance.result",
-        old="result = pending.work.wait() if pending.work is not None else None",
-        new="result = pending.work._value if pending.work is not None else None",
+        old="result = program.work.wait() if program.work is not None else None",
+        new="result = program.work._value if program.work is not None else None",
         breaks="the step reads buckets that are still on their way",
         tests=("tests/contract/gradients/test_schedule.py::test_any_order_of_arrival_on_processes",),
     ),

@@ -102,7 +102,7 @@ class Function(torch.autograd.Function):
         Raises:
             UnsupportedError: a tracer that can't see autograd Functions records the call.
         """
-        if in_autograd_vmap() and any(map(_batched_by_autograd, args)):
+        if private.is_dispatched(private.AUTOGRAD_VMAP) and any(map(_batched_by_autograd, args)):
             return _batched_anew(cls.apply, args)
         if not private.in_transform():  # torch's own apply, without its work on each argument
             if any(map(private.is_wrapped, compress(args, map(isinstance, args, repeat(torch.Tensor))))):

@@ -7,6 +7,7 @@ from ltx.core.comm.channel import Channel as Channel
 from ltx.core.comm.channel import Work as Work
 from ltx.core.comm.ledger import note as note
 from ltx.core.comm.ledger import note_packed as note_packed
+from ltx.core.comm.ledger import recordings as recordings
 from ltx.core.comm.ledger import span as span
 from ltx.core.comm.operations import bytes_sent as bytes_sent
 from ltx.core.comm.passes import BackwardPass as BackwardPass

@@ -92,8 +92,8 @@ class AxisComm(Ranks):
         if not background and self.size > 1 and host == "gloo" and self._backends.device_type != "cpu":
             exchange, opening = self.peers.store_exchange.exchange, f"opening axis {self.name!r}"
             transport = HandedIn.transport(self.rank, lambda at, mine: exchange(f"{name}/{at}", mine, opening))
-        stream_group, limit_s = None if background else self._stream_group, self.timeout.total_seconds()
-        channel = Channel(name, self.name, group, limit_s, self.peers, transport, stream_group, self._backends)
+        ordered = (None, None) if background else (self._stream_group, self._backends.device_type)
+        channel = Channel(name, self.name, group, self.timeout.total_seconds(), self.peers, transport, *ordered)
         channel.history = deque(maxlen=_HISTORY) if background else None
         return channel
 

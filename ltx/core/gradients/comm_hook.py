@@ -14,7 +14,8 @@ import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
+from operator import not_
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -254,7 +255,7 @@ def states_of(hook: CommHook, entries: LeafState) -> LeafState:
 
 
 def program_of(hook: CommHook, inputs: BucketInput) -> Program:
-    return Program(hook.reduce(inputs), [inputs.flat, *chain.from_iterable(map(dict.values, inputs.states))])
+    return Program(hook.reduce(inputs), [inputs.flat, *chain.from_iterable(map(dict.values, inputs.states))], hook)
 
 
 def reduce_at_once(hook: CommHook, axis: Axis, inputs: BucketInput, kind: str = "bucket") -> Reduced:
@@ -311,7 +312,8 @@ def pack(
     else:
         flat = empty(shape, wire_dtype, bucket.device)
     if bucket.device.type not in IN_PIECES:
-        _pack_by_foreach(grads, flat, bucket, scale, [hook.extra_terms(state, axis_size) for state in states])
+        terms = [hook.extra_terms(state, axis_size) for state in states] if any(states) else ()
+        _pack_by_foreach(grads, flat, bucket, scale, terms)
         return flat
     start = 0
     for first, end in bucket.runs:
@@ -338,20 +340,20 @@ def _pack_by_foreach(
         views = [part.view(grad.shape) for part, grad in zip(flat.split(bucket.sizes, -1), grads, strict=True)]
     wider = flat.dtype.itemsize - bucket.dtype.itemsize
     # A single gradient with other strides (channels last) would make torch copy all of them one by one.
-    alike = [place for place, grad in enumerate(grads) if grad.is_contiguous()]
-    if alike:
-        to, given = [views[place] for place in alike], [grads[place] for place in alike]
+    alike = [*map(torch.Tensor.is_contiguous, grads)]
+    if any(alike):
+        to, given = [*compress(views, alike)], [*compress(grads, alike)]
         # If the dtype becomes narrower, scale before rounding, or numbers might overflow.
         torch._foreach_copy_(to, given if wider >= 0 or scale == 1 else torch._foreach_mul(given, scale))
         if wider >= 0 and scale != 1:
-            torch._foreach_mul_(to if len(alike) < len(views) else [flat], scale)
-    for place in set(range(len(views))).difference(alike):
+            torch._foreach_mul_([flat] if all(alike) else to, scale)
+    for view, grad in compress(zip(views, grads, strict=True), map(not_, alike)):
         if wider > 0:
-            views[place].copy_(grads[place]).mul_(scale)
+            view.copy_(grad).mul_(scale)
         else:
-            torch.mul(grads[place], scale, out=views[place])
+            torch.mul(grad, scale, out=view)
     added: dict[tuple[int, float], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for view, terms in zip(views, extra_terms, strict=True):
+    for view, terms in zip(views, extra_terms, strict=bool(extra_terms)):
         for place, (term, times) in enumerate(terms):  # all leaves' first terms, then all second terms, ...
             to, what = added.setdefault((place, times), ([], []))
             to.append(view)
@@ -414,7 +416,7 @@ def unpack(flat: torch.Tensor, bucket: Bucket, cast: bool = True) -> list[torch.
             f"a hook's reduce returned a buffer of shape {list(flat.shape)} for bucket {bucket.index}: expected "
             f"{bucket.numel} elements, as inputs.flat has. Cut off what was padded."
         )
-    batch, parts = flat.shape[:-1], list((flat.to(bucket.dtype) if cast else flat).split(bucket.sizes, dim=-1))
+    batch, parts = flat.shape[:-1], list((flat.to(bucket.dtype) if cast else flat).split_with_sizes(bucket.sizes, -1))
     for place in range(len(parts)) if batch else bucket.folded:
         parts[place] = parts[place].reshape((*batch, *bucket.leaves[place].shape))
     return parts

@@ -35,7 +35,7 @@ from torch.autograd import forward_ad
 
 from ltx.core.base import private
 from ltx.core.base.errors import UnsupportedError
-from ltx.core.collectives.linear import Function, apply, in_autograd_vmap, index_below
+from ltx.core.collectives.linear import Function, apply, index_below
 from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.reduction import Bucket
 from ltx.core.gradients.schedule import Dims, Schedule
@@ -147,9 +147,9 @@ def _counted(schedule: Schedule, dims: Dims, tensors: Sequence[torch.Tensor]) ->
 
 def _plain() -> bool:
     """Whether the backward pass itself is neither differentiated nor batched."""
-    if private.has_tangents():  # gradients may have tangents
+    if torch.is_grad_enabled() or private.in_transform() or private.is_dispatched(private.AUTOGRAD_VMAP):
         return False
-    return not (torch.is_grad_enabled() or private.in_transform() or in_autograd_vmap())
+    return not private.has_tangents()  # which gradients may have
 
 
 def _note_level(ctx: Any, tangents: bool = False) -> None:
@@ -308,7 +308,9 @@ class Marker(Peeled):
     @staticmethod
     def forward(schedule: Schedule, bucket: int, dims: Dims, index: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
         params = tensors[: len(schedule.plan.buckets[bucket].members)]
-        return (*_views(params), params[0].new_zeros(params[0].shape[: len(dims)]))
+        batch = params[0].shape[: len(dims)]
+        token = params[0].new_zeros(batch) if schedule.fenced else params[0].new_empty((*batch, 0))  # nothing takes it
+        return (*(_views(params) if private.in_transform() else params), token)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -325,7 +327,7 @@ class Marker(Peeled):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
-        _look_inside(ctx)
+        ctx.schedule.again |= ctx.level < ctx.schedule.innermost  # as in _look_inside
         *grads, link = cotangents
         tensors = [*grads, *(ctx.saved_tensors if ctx.schedule.fenced else ctx.states)]
         if _plain():

@@ -165,7 +165,7 @@ class Plan:
 
     def refuse_sparse(self, bucket: Bucket, grads: Sequence[torch.Tensor]) -> None:
         """Raise unless all gradients of a bucket are dense."""
-        for place, grad in () if {*map(attrgetter("layout"), grads)} == {torch.strided} else enumerate(grads):
+        for place, grad in enumerate(grads):
             if grad.layout is not torch.strided:
                 path = self.path_of(bucket.members[place])
                 raise UnsupportedError(
@@ -192,7 +192,13 @@ class Plan:
         # Each simulated rank has a clock, and all clocks are equal.
         step = self.step if self.step is None or self.clock is None else self.step + self.clock.max().long()
         last = bucket.index == len(self.buckets) - 1
-        return BucketInput(flat, bucket, self.axis.size, self.axis.rank, states, step, last, self.axis, update)
+        rank = self.axis.rank if self._rank is None else self._rank
+        return BucketInput(flat, bucket, self.axis.size, rank, states, step, last, self.axis, update)
+
+    @cached_property
+    def _rank(self) -> int | None:
+        """This rank's place, if ranks are processes: on simulated ranks each level of transforms has its own."""
+        return None if self.axis.comm is None else int(self.axis.comm.rank)
 
 
 @lru_cache(maxsize=256)
