@@ -245,13 +245,13 @@ class Linear(Function):
     ) -> tuple[tuple[torch.Tensor, ...], tuple[int | None, ...]]:
         rule, dims, ranks = RULES[name], in_dims[5:], axis.ranks
         # functorch has already removed the level whose rule it runs.
-        if ranks.level == (private.maybe_current_level() or 0) + 1:
+        if (private.maybe_current_level() or 0) + 1 in ranks.levels:
+            stacks = in_front(info.batch_size, xs, dims)
             # the axis has several levels: the rule of the outermost one handles all
             if (below := ranks.below) is not None:
-                rest, stacks = replace(axis, ranks=below), in_front(info.batch_size, xs, dims)
-                all_ranks = Linear.apply(name, static, rest, compiled, index_below(index, in_dims[4]), *stacks)
-                return all_ranks, (0,) * len(xs)
-            results = [ranks.on_stack(rule, static, axis.size, x, dim) for x, dim in zip(xs, dims, strict=True)]
+                index, rest = index_below(index, in_dims[4]), replace(axis, ranks=below)
+                return Linear.apply(name, static, rest, compiled, index, *stacks), (0,) * len(xs)
+            results = [ranks.on_stack(rule, static, axis.size, x) for x in stacks]
             return tuple(y for y, _ in results), tuple(0 if per_rank else None for _, per_rank in results)
         front = ranks.taken
         outs: list[torch.Tensor] = []
@@ -296,7 +296,7 @@ def apply(name: str, static: Static, axis: Axis, xs: list[torch.Tensor], compile
         return []
     if not compiled and not _differentiated(xs):
         return list(Linear.forward(name, static, axis, compiled, None, *xs))
-    return list(Linear.apply(name, static, axis, compiled, axis.ranks.batch_index(axis.size), *xs))
+    return list(Linear.apply(name, static, axis, compiled, axis.batch_index, *xs))
 
 
 def _differentiated(xs: list[torch.Tensor]) -> bool:

@@ -84,7 +84,7 @@ def _views(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
 def _index(axis: Axis, dims: Dims = ()) -> torch.Tensor | None:
     """A dummy input, so that functorch calls a Function's vmap rule at each remaining level of a simulated axis."""
     left = _left(axis, dims)
-    return None if left is None else left.ranks.batch_index(axis.size)
+    return None if left is None else left.batch_index
 
 
 def _left(axis: Axis, dims: Dims) -> Axis | None:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
-
-from ltx.core.base.errors import LtxError
 
 #: Static arguments of a rule: ints only, so that they can be constants of a compiled graph.
 Static = tuple[int, ...]
@@ -68,7 +66,6 @@ class Ranks:
     compared: Any = None  # notes on what ranks have compared (ltx.core.comm.signature.Seen), if they are kept
     futures: list[Any]  # where ranks overlap: the futures that weren't waited for yet, oldest first
     clocked: float | None = None  # where ranks overlap: the training whose rounds begin by each rank's own clock
-    level: int = 0  # the innermost vmap level of ranks that isn't taken off yet; 0 if there is none
 
     @property
     def device(self) -> torch.device | None:
@@ -82,12 +79,12 @@ class Ranks:
 
     @property
     def taken(self) -> int:
-        """The number of dimensions in front of the tensors, one for each level that is taken off."""
-        return sum(level > self.level for level in self.levels)
+        """The number of (the innermost) levels that are taken off; tensors have a dimension in front for each."""
+        return 0
 
     @property
     def below(self) -> Ranks | None:
-        """The ranks that are left once `level` is taken off; None if it was the last level."""
+        """The ranks that are left once the next level is taken off; None if that is the last one."""
         return None
 
     def at(self, levels: Sequence[int]) -> Ranks:
@@ -103,26 +100,16 @@ class Ranks:
         """This rank's position among `size`, a 0-dim int64 tensor."""
         return torch.full((), self.rank, device=self.device)  # torch.full needs no copy from the host
 
-    def batch_index(self, size: int) -> torch.Tensor | None:
-        """:meth:`index` if it is batched. As an input it makes torch.func call a Function's vmap rule at each level."""
-        return None
-
-    def size_of(self, part: Part) -> int:
-        """The size of this rank's group in `part`; if simulated groups are unequal, the largest size."""
-        return len(part.members(self.rank))
-
     def least(self, size: int) -> int:
         """The size of the smallest group, if this axis of `size` is one of several groups."""
         return size
 
-    def part(self, name: str, part: Part) -> Ranks:
-        """The ranks of this rank's group in `part`, as the axis called `name`. All of them call this together."""
-        return self
+    def part(self, name: str, part: Part) -> tuple[int, Ranks]:
+        """(size, ranks) of this rank's group in `part`, as the axis called `name`. All of the group call this together.
 
-    @property
-    def lacks(self) -> Mapping[str, type[LtxError]]:
-        """The abilities that the ranks lack, by the words of :meth:`need`, each with the error to raise."""
-        return {}
+        If simulated groups are unequal, it is the largest size.
+        """
+        return len(part.members(self.rank)), self
 
     def need(self, what: str, said: str) -> None:
         """Raise an error with the text `said` if the ranks lack `what`.
@@ -130,8 +117,6 @@ class Ranks:
         "objects": each rank may have objects, and take branches, of its own. "clock": each has its own time. "whole":
         no other axis is in the same batch.
         """
-        if what in self.lacks:
-            raise self.lacks[what](said)
 
     # --- collectives -----------------------------------------------------------------------------------------------
 
@@ -149,8 +134,8 @@ class Ranks:
         """
         raise NotImplementedError
 
-    def on_stack(self, rule: Rule, static: Static, n: int, x: torch.Tensor, dim: int | None) -> Stacked:
-        """At the ranks' last vmap level: the rule's `stacked` on all `n` ranks' values, which lie along `dim`."""
+    def on_stack(self, rule: Rule, static: Static, n: int, xs: torch.Tensor) -> Stacked:
+        """Once all levels are taken off: the rule's `stacked` on all `n` ranks' values."""
         raise NotImplementedError
 
     # --- what they agree on ----------------------------------------------------------------------------------------

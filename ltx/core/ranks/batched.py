@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ltx.core.base import private
-from ltx.core.base.errors import AxisError, LtxError, UnsupportedError
+from ltx.core.base.errors import AxisError, UnsupportedError
 from ltx.core.ranks.backings import OfTensor, OfTensors, Part, Ranks, Rule, Stacked, Static, Tensors
 
 
@@ -29,6 +29,10 @@ class VmapRanks(Ranks):
     @property
     def levels(self) -> list[int]:
         return sorted(level for level, _ in self.dims) or [self.level]
+
+    @property
+    def taken(self) -> int:
+        return sum(level > self.level for level in self.levels)
 
     @property
     def below(self) -> VmapRanks | None:
@@ -77,27 +81,20 @@ class VmapRanks(Ranks):
             return self.batched(torch.arange(size, device=self.device))
         return self.batched(part.by_rank(map(range, part.sizes)).to(self.device))
 
-    def batch_index(self, size: int) -> torch.Tensor:
-        return self.index(size)
-
     @property
     def ended(self) -> str:
         here = private.maybe_current_level() or 0
         return "the ltx.vmap that opened it has ended" if self.level > here else ""
 
-    def size_of(self, part: Part) -> int:
-        return max(part.sizes)
-
     def least(self, size: int) -> int:
         return size if self.part_of is None else min(self.part_of.sizes)
 
-    def part(self, name: str, part: Part) -> VmapRanks:
-        return replace(self, part_of=part if self.part_of is None else part.within(self.part_of))
+    def part(self, name: str, part: Part) -> tuple[int, Ranks]:
+        return max(part.sizes), replace(self, part_of=part if self.part_of is None else part.within(self.part_of))
 
-    @property
-    def lacks(self) -> Mapping[str, type[LtxError]]:
-        whole = {} if self.part_of is None else {"whole": UnsupportedError}
-        return {"objects": AxisError, "clock": UnsupportedError, **whole}
+    def need(self, what: str, said: str) -> None:
+        if what != "whole" or self.part_of is not None:
+            raise (AxisError if what == "objects" else UnsupportedError)(said)
 
     def may_differ(self, x: torch.Tensor) -> bool:
         return self._split(x)[1] is not None
@@ -139,16 +136,12 @@ class VmapRanks(Ranks):
     def collective(self, rule: Rule, static: Static, xs: Tensors) -> tuple[torch.Tensor, ...]:
         raise AssertionError("the vmap rule of a collective takes their level off before")
 
-    def on_stack(self, rule: Rule, static: Static, n: int, x: torch.Tensor, dim: int | None) -> Stacked:
+    def on_stack(self, rule: Rule, static: Static, n: int, xs: torch.Tensor) -> Stacked:
         part = self.part_of
-        world = n if part is None else part.world
         if self.dims:
-            size = next(size for level, size in self.dims if level == self.level)
-            flat = self.stacked(in_front(size, [x], [dim])[0])
-            y, per_rank = replace(self, dims=()).on_stack(rule, static, n, flat, 0)
+            y, per_rank = replace(self, dims=()).on_stack(rule, static, n, self.stacked(xs))
             # Every level gave a dimension, so every level gets one back.
-            return self.unstacked(y if per_rank else y.expand(world, *y.shape)), True
-        (xs,) = in_front(world, [x], [dim])
+            return self.unstacked(y if per_rank else y.expand(n if part is None else part.world, *y.shape)), True
         if part is None:
             return rule.stacked(xs, n, static)
         by_group = torch.cat(
