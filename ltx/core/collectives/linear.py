@@ -201,8 +201,7 @@ class Linear(Function):
     def forward(
         name: str, static: Static, axis: Axis, compiled: bool, index: torch.Tensor | None, *xs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        communicate = axis.ranks.recorded if compiled else axis.ranks.collective
-        return communicate(RULES[name], static, xs)
+        return axis.ranks.collective(RULES[name], static, xs, compiled)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -62,7 +62,7 @@ class AxisComm(Ranks):
         self.closed = False
         self.compared = Seen()
         self.buffer_pool = BufferPool(self._room)  # of the gradients' buckets
-        self.parts: list[AxisComm] = []
+        self.parts: list[Any] = []  # communicators of its groups
         self.unread: Any = None  # the IssuedSummary of the last pass, if the host hasn't read it
         self.issued_in_graphs = 0  # the number of the user's collectives that may be part of a backward pass
         #: Collectives that have begun and weren't waited for yet (see ltx.core.collectives.futures), oldest first.

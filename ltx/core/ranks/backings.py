@@ -29,6 +29,9 @@ OfTensors = Callable[[Tensors], Any]
 OfTensor = Callable[[torch.Tensor], torch.Tensor]
 #: (an object's bytes, False), or (the text of an error, True).
 Dumped = tuple[bytes, bool]
+#: Begun collectives: (their works, a function from the works' results to the values, the axis' futures that nobody has
+#: waited for yet, oldest first).
+Begun = tuple[list[Any], Callable[[Tensors], Tensors], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,6 @@ class Ranks:
     rank: int = 0  # this rank's index on the axis, where the process knows it
     overlaps: bool = False  # collectives go on while this rank computes, from one step into another
     compared: Any = None  # notes on what ranks have compared (ltx.core.comm.signature.Seen), if they are kept
-    futures: list[Any]  # where ranks overlap: the futures that weren't waited for yet, oldest first
-    clocked: float | None = None  # where ranks overlap: the training whose rounds begin by each rank's own clock
 
     @property
     def device(self) -> torch.device | None:
@@ -120,19 +121,13 @@ class Ranks:
 
     # --- collectives -----------------------------------------------------------------------------------------------
 
-    def collective(self, rule: Rule, static: Static, xs: Tensors) -> tuple[torch.Tensor, ...]:
-        """This rank's result of the collective for each of `xs`, in new memory."""
+    def collective(self, rule: Rule, static: Static, xs: Tensors, compiled: bool) -> tuple[torch.Tensor, ...]:
+        """This rank's result of the collective for each of `xs`, in new memory. `compiled`: in a graph."""
         return tuple(fresh(y, x) if rule.operation is None else y.clone() for x in xs for y in [rule.alone(x, static)])
 
-    def recorded(self, rule: Rule, static: Static, xs: Tensors) -> tuple[torch.Tensor, ...]:
-        """:meth:`collective` as part of a graph that runs later."""
-        return self.collective(rule, static, xs)
-
-    def begin(self, rule: Rule, static: Static, x: torch.Tensor, label: str) -> tuple[Any, OfTensor]:
-        """If ranks overlap: start a collective; return (its work, a function from the work's result to the value). `x`
-        may change meanwhile.
-        """
-        raise NotImplementedError
+    def begin(self, rule: Rule, statics: Sequence[Static], xs: Tensors, label: str) -> Begun | None:
+        """If ranks overlap: start the collective of each of `xs`, which may change meanwhile. Else None."""
+        return None
 
     def on_stack(self, rule: Rule, static: Static, n: int, xs: torch.Tensor) -> Stacked:
         """Once all levels are taken off: the rule's `stacked` on all `n` ranks' values."""
@@ -140,28 +135,22 @@ class Ranks:
 
     # --- what they agree on ----------------------------------------------------------------------------------------
 
-    def confirm(self, key: Key, describe: Describe) -> Any:
+    def confirm(
+        self, key: Key, describe: Describe, offer: Callable[[], Any] = lambda: None, channel: str = "user"
+    ) -> Any:
         """Compare the next call before data moves, and return the agreement, if there is one.
 
         `key` makes the call's key, which equal calls share; each key is compared only once. `describe` makes the call's
-        :class:`ltx.core.comm.Signature`.
+        :class:`ltx.core.comm.Signature`. All take rank 0's `offer`, a JSON value. `channel`: the one that data will
+        move on, "user", "buckets" or "background".
         """
         return None
 
     def agree(self, keys: Iterable[Hashable], agreement: Any) -> None:
         """Note that the collectives under `keys` follow from an agreement, and needn't be compared."""
 
-    def meet(self, key: Hashable, describe: Describe, each_time: bool) -> None:
-        """:meth:`confirm` a call that sends nothing, and count it as a call; `each_time`: even if its key is known."""
-
     def announce(self, agreement: Any) -> None:
-        """Count a call that this rank makes alone, so that the next comparison includes it."""
-
-    def agree_on_plan(self, key: Hashable, describe: Describe, offer: Callable[[], Any], background: bool) -> Any:
-        """Compare a plan; all take rank 0's `offer`. Returns the agreement; None without peers. `background`: for that
-        channel.
-        """
-        return None
+        """Count a call that sends nothing, so that the next comparison includes it."""
 
     # --- steps and passes -------------------------------------------------------------------------------------------
 
@@ -187,17 +176,16 @@ class Ranks:
 
     # --- small values ----------------------------------------------------------------------------------------------
 
-    def exchange(self, signature: Any, value: Any) -> list[Any]:
-        """Every rank's value, by rank: JSON, of any size. `signature`: ranks compare it, to be at the same call."""
-        return [value]
-
     def may_differ(self, x: torch.Tensor) -> bool:
         """Whether `x` may have a different value on each rank."""
         return self.compared is not None
 
-    def by_rank(self, signature: Any, f: OfTensors, tensors: Tensors) -> list[Any]:
-        """A list by rank of ``f(tensors)``, a JSON value, on each rank's tensors."""
-        return self.exchange(signature, f(tensors))
+    def by_rank(self, signature: Any, f: OfTensors = lambda tensors: None, tensors: Tensors = ()) -> list[Any]:
+        """A list by rank of ``f(tensors)``, a JSON value of any size, on each rank's tensors.
+
+        Ranks compare `signature` each time, also where there is no `f`, to be at the same call.
+        """
+        return [f(tensors)]
 
     def of_first(self, signature: Any, f: OfTensor, x: torch.Tensor) -> torch.Tensor:
         """``f(x)`` of rank 0, on all ranks; it must be contiguous and of the same shape on all ranks."""

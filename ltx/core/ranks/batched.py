@@ -99,7 +99,7 @@ class VmapRanks(Ranks):
     def may_differ(self, x: torch.Tensor) -> bool:
         return self._split(x)[1] is not None
 
-    def by_rank(self, signature: Any, f: OfTensors, tensors: Tensors) -> list[Any]:
+    def by_rank(self, signature: Any, f: OfTensors = lambda tensors: None, tensors: Tensors = ()) -> list[Any]:
         """If this is a part, `f` runs once for each place in it, on a stack of all parts' values at this place."""
         split = [self._split(x) for x in tensors]
         sizes = {x.shape[dim] for x, dim in split if dim is not None}
@@ -133,7 +133,7 @@ class VmapRanks(Ranks):
                 value = value.expand(*value.shape[:place], size, *value.shape[place + 1 :])
         return value.flatten(0, len(dims) - 1), 0
 
-    def collective(self, rule: Rule, static: Static, xs: Tensors) -> tuple[torch.Tensor, ...]:
+    def collective(self, rule: Rule, static: Static, xs: Tensors, compiled: bool) -> tuple[torch.Tensor, ...]:
         raise AssertionError("the vmap rule of a collective takes their level off before")
 
     def on_stack(self, rule: Rule, static: Static, n: int, xs: torch.Tensor) -> Stacked:
