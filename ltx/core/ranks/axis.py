@@ -19,7 +19,7 @@ from ltx.core.base import private
 from ltx.core.base.arguments import brief, check_fields
 from ltx.core.base.errors import AxisError
 from ltx.core.base.traced import at_trace_time
-from ltx.core.ranks.backings import ALONE, Alone, Part, Ranks, mesh_part
+from ltx.core.ranks.backings import ALONE, Alone, Levels, Part, Ranks, mesh_part
 from ltx.core.ranks.batched import VmapRanks
 
 DEFAULT_NAME = "data"
@@ -234,8 +234,10 @@ def joined(names: tuple[Any, ...]) -> Axis:
     if len(real) == 1:
         return real[0]
     if kinds == {VmapRanks}:
-        dims = tuple((axis.ranks.levels[0], axis.size) for axis in real)
-        return Axis(title, size, VmapRanks(max(level for level, _ in dims), None, dims, real[0].ranks.device))
+        levels = [axis.ranks.levels.numbers[0] for axis in real]
+        numbers = tuple(sorted(levels))
+        dims = tuple((numbers.index(level), axis.size) for level, axis in zip(levels, real, strict=True))
+        return Axis(title, size, VmapRanks(Levels(numbers), None, dims, real[0].ranks.device))
     if len(kinds) > 1:
         raise AxisError(
             f"{said} mixes axes of different kinds ({', '.join(f'{a.name!r}' for a in real)}). psum, pmean, pmax, pmin "
@@ -254,9 +256,9 @@ def open_simulated(name: str, size: int, device: torch.device | None = None) -> 
     """Open an axis of simulated ranks at torch.func's current level; return the level. `device`: of mapped tensors."""
     level: int = private.current_level()
     opened = _opened_axes.setdefault(threading.get_ident(), [])
-    while opened and opened[-1][0].ranks.levels[0] >= level:  # a failed trace has left these axes behind
+    while opened and opened[-1][0].ranks.levels.numbers[0] >= level:  # a failed trace has left these axes behind
         opened.pop()
-    opened.append((Axis(name, size, VmapRanks(level, device=device)), private.TracingContext.try_get()))
+    opened.append((Axis(name, size, VmapRanks(Levels((level,)), device=device)), private.TracingContext.try_get()))
     return level
 
 
@@ -277,7 +279,7 @@ def _there() -> tuple[tuple[int, int], ...]:
         (opener, place)
         for opener in openers
         for place, (axis, opened_by) in enumerate(_opened_axes.get(opener, []))
-        if axis.ranks.levels[0] <= depth and opened_by in (None, trace)
+        if axis.ranks.levels.numbers[0] <= depth and opened_by in (None, trace)
     )
 
 

@@ -61,35 +61,42 @@ class Rule:
     keeps_strides: bool = False
 
 
+@dataclass(frozen=True)
+class Levels:
+    """Vmap levels whose entries ranks are."""
+
+    numbers: tuple[int, ...] = ()  # outermost first
+    taken: int = 0  # so many of the innermost are taken off: tensors have a dimension in front for each
+
+    def __bool__(self) -> bool:
+        return bool(self.numbers)
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        """The levels that aren't taken off."""
+        return self.numbers[: len(self.numbers) - self.taken]
+
+    @property
+    def below(self) -> Levels | None:
+        """The levels once one more is taken off; None if that is the last one."""
+        return Levels(self.numbers, self.taken + 1) if len(self.left) > 1 else None
+
+
 class Ranks:
     """The ranks of an axis. The defaults are right for a rank that is alone: its values are all ranks' values."""
 
     rank: int = 0  # this rank's index on the axis, where the process knows it
     overlaps: bool = False  # collectives go on while this rank computes, from one step into another
     compared: Any = None  # notes on what ranks have compared (ltx.core.comm.signature.Seen), if they are kept
+    levels: Levels = Levels()  # the vmap levels whose entries the ranks are; none for other ranks
 
     @property
     def device(self) -> torch.device | None:
         """The device of this rank's tensors; None if it isn't known."""
         return None
 
-    @property
-    def levels(self) -> Sequence[int]:
-        """All vmap levels whose entries the ranks are, the outermost first."""
-        return ()
-
-    @property
-    def taken(self) -> int:
-        """The number of (the innermost) levels that are taken off; tensors have a dimension in front for each."""
-        return 0
-
-    @property
-    def below(self) -> Ranks | None:
-        """The ranks that are left once the next level is taken off; None if that is the last one."""
-        return None
-
-    def at(self, levels: Sequence[int]) -> Ranks:
-        """The same ranks at other vmap `levels`, outermost first."""
+    def at(self, levels: Levels) -> Ranks:
+        """The same ranks at other vmap levels, as many."""
         return self
 
     @property

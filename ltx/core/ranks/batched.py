@@ -10,44 +10,29 @@ import torch
 
 from ltx.core.base import private
 from ltx.core.base.errors import AxisError, UnsupportedError
-from ltx.core.ranks.backings import OfTensor, OfTensors, Part, Ranks, Rule, Stacked, Static, Tensors
+from ltx.core.ranks.backings import Levels, OfTensor, OfTensors, Part, Ranks, Rule, Stacked, Static, Tensors
 
 
 @dataclass(frozen=True)
 class VmapRanks(Ranks):
-    """Ranks are the entries of the batch dimension that functorch's interpreter at `level` adds.
+    """Ranks are the entries of the batch dimension that functorch's interpreter at a level adds.
 
-    With `dims`, several nested levels make one axis. functorch takes the innermost level off first. Levels above
-    `level` are off already; their dimensions are in front of the tensors, the outermost level's first.
+    With `dims`, several nested levels make one axis. functorch takes the innermost level off first. The dimensions of
+    levels that are off already are in front of the tensors, the outermost level's first.
     """
 
-    level: int = 0
+    levels: Levels
     part_of: Part | None = None  # the dimension holds several axes side by side, and this is one of them
-    dims: tuple[tuple[int, int], ...] = ()  # each level's (level, size), outermost first in the order of ranks
+    dims: tuple[tuple[int, int], ...] = ()  # each level's (place in `levels`, size), outermost first in ranks' order
     device: torch.device | None = None  # the mapped tensors' device, on which rank numbers are made
 
-    @property
-    def levels(self) -> list[int]:
-        return sorted(level for level, _ in self.dims) or [self.level]
-
-    @property
-    def taken(self) -> int:
-        return sum(level > self.level for level in self.levels)
-
-    @property
-    def below(self) -> VmapRanks | None:
-        levels = [level for level, _ in self.dims if level < self.level]
-        return replace(self, level=max(levels)) if levels else None
-
-    def at(self, levels: Sequence[int]) -> VmapRanks:
-        """The same ranks at other vmap `levels`, outermost first; if this is a part, the whole axis' ranks."""
-        dims = tuple((levels[self.levels.index(level)], size) for level, size in self.dims)
-        return replace(self, level=max(levels), part_of=None, dims=dims)
+    def at(self, levels: Levels) -> VmapRanks:
+        return replace(self, levels=levels)
 
     @property
     def order(self) -> list[int]:
         """The permutation that brings dimensions sorted by level into the order of the axis' ranks."""
-        return [self.levels.index(level) for level, _ in self.dims]
+        return [place for place, _ in self.dims]
 
     def stacked(self, xs: torch.Tensor) -> torch.Tensor:
         """`xs` with one dimension for all ranks in front, in place of a dimension for each level."""
@@ -67,12 +52,11 @@ class VmapRanks(Ranks):
     def batched(self, xs: torch.Tensor) -> torch.Tensor:
         """A vector with one entry for each rank as a batched 0-dim value, at each level that isn't taken off."""
         by_level = self.unstacked(xs)
-        for _ in range(self.taken):  # the value is the same on the ranks of these levels
+        for _ in range(self.levels.taken):  # the value is the same on the ranks of these levels
             by_level = by_level[..., 0]
         by_level = private.unwrapped(by_level)  # new tensors are wrapped for the innermost level
-        for level in self.levels:
-            if level <= self.level:
-                by_level = private.add_batch_dim(by_level, 0, level)
+        for level in self.levels.left:
+            by_level = private.add_batch_dim(by_level, 0, level)
         return by_level
 
     def index(self, size: int) -> torch.Tensor:
@@ -84,7 +68,7 @@ class VmapRanks(Ranks):
     @property
     def ended(self) -> str:
         here = private.maybe_current_level() or 0
-        return "the ltx.vmap that opened it has ended" if self.level > here else ""
+        return "the ltx.vmap that opened it has ended" if self.levels.left[-1] > here else ""
 
     def least(self, size: int) -> int:
         return size if self.part_of is None else min(self.part_of.sizes)
@@ -120,9 +104,9 @@ class VmapRanks(Ranks):
     def _split(self, x: torch.Tensor) -> tuple[torch.Tensor, int | None]:
         """The unwrapped tensor of `x`, and its dimension for the ranks; None if the ranks share one value."""
         if not self.dims:
-            return below_wrappers(x, self.level)
-        dims = [below_wrappers(x, level)[1] for level, _ in self.dims]
-        value = below_wrappers(x, self.level)[0]
+            return below_wrappers(x, self.levels.numbers[0])
+        found = [below_wrappers(x, self.levels.numbers[place]) for place in self.order]
+        value, dims = found[0][0], [dim for _, dim in found]
         here = [dim for dim in dims if dim is not None]
         if not here:
             return value, None
