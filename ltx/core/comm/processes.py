@@ -116,9 +116,9 @@ class ProcessRanks(AxisComm):
         # bool(x) and x.item() would stand still for as long as the device waits for a peer.
         return self.user.wait_for_host(HostCopy(x), label)
 
-    def by_rank(self, signature: Signature, f: OfTensors = lambda tensors: None, tensors: Tensors = ()) -> list[Any]:
+    def by_rank(self, signature: Signature, f: OfTensors = lambda xs, apart: None, tensors: Tensors = ()) -> list[Any]:
         """Each rank sends one digest through the store; only if digests differ do values follow."""
-        mine = f(tensors)
+        mine = f(tensors, [True] * len(tensors))
         digests = self.exchange(signature, hashlib.blake2b(json.dumps(mine).encode(), digest_size=16).hexdigest())
         return [mine] * len(digests) if len(set(digests)) == 1 else self.exchange(signature, mine)
 

@@ -24,8 +24,8 @@ Stacked = tuple[torch.Tensor, bool]
 #: Functions that make a call's key, and, only for a new call, its :class:`ltx.core.comm.Signature`.
 Key = Callable[[], Hashable]
 Describe = Callable[[], Any]
-#: A function of one rank's tensors, or of one of its tensors.
-OfTensors = Callable[[Tensors], Any]
+#: A function of one rank's tensors and, for each, whether ranks may have different ones; or of one of its tensors.
+OfTensors = Callable[[Tensors, Sequence[bool]], Any]
 OfTensor = Callable[[torch.Tensor], torch.Tensor]
 #: (an object's bytes, False), or (the text of an error, True).
 Dumped = tuple[bytes, bool]
@@ -183,16 +183,12 @@ class Ranks:
 
     # --- small values ----------------------------------------------------------------------------------------------
 
-    def may_differ(self, x: torch.Tensor) -> bool:
-        """Whether `x` may have a different value on each rank."""
-        return self.compared is not None
-
-    def by_rank(self, signature: Any, f: OfTensors = lambda tensors: None, tensors: Tensors = ()) -> list[Any]:
-        """A list by rank of ``f(tensors)``, a JSON value of any size, on each rank's tensors.
+    def by_rank(self, signature: Any, f: OfTensors = lambda xs, apart: None, tensors: Tensors = ()) -> list[Any]:
+        """A list by rank of what `f` gives, a JSON value of any size, for each rank's tensors.
 
         Ranks compare `signature` each time, also where there is no `f`, to be at the same call.
         """
-        return [f(tensors)]
+        return [f(tensors, [False] * len(tensors))]
 
     def of_first(self, signature: Any, f: OfTensor, x: torch.Tensor) -> torch.Tensor:
         """``f(x)`` of rank 0, on all ranks; it must be contiguous and of the same shape on all ranks."""

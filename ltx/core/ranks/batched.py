@@ -80,25 +80,22 @@ class VmapRanks(Ranks):
         if what != "whole" or self.part_of is not None:
             raise (AxisError if what == "objects" else UnsupportedError)(said)
 
-    def may_differ(self, x: torch.Tensor) -> bool:
-        return self._split(x)[1] is not None
-
-    def by_rank(self, signature: Any, f: OfTensors = lambda tensors: None, tensors: Tensors = ()) -> list[Any]:
+    def by_rank(self, signature: Any, f: OfTensors = lambda xs, apart: None, tensors: Tensors = ()) -> list[Any]:
         """If this is a part, `f` runs once for each place in it, on a stack of all parts' values at this place."""
         split = [self._split(x) for x in tensors]
-        sizes = {x.shape[dim] for x, dim in split if dim is not None}
+        apart, sizes = [dim is not None for _, dim in split], {x.shape[dim] for x, dim in split if dim is not None}
         if not sizes:
-            return [f([x for x, _ in split])]
+            return [f([x for x, _ in split], apart)]
         groups = [range(*sizes)] if self.part_of is None else self.part_of.groups
         rows = []
         for place in range(max(map(len, groups))):
             here = [group[min(place, len(group) - 1)] for group in groups]
             at: Any = here[0] if self.part_of is None else torch.tensor(here, device="cpu")
-            rows.append(f([x if dim is None else x.movedim(dim, 0)[at] for x, dim in split]))
+            rows.append(f([x if dim is None else x.movedim(dim, 0)[at] for x, dim in split], apart))
         return rows
 
     def of_first(self, signature: Any, f: OfTensor, x: torch.Tensor) -> torch.Tensor:
-        first: torch.Tensor = self.by_rank(signature, lambda xs: f(xs[0]), [x])[0]
+        first: torch.Tensor = self.by_rank(signature, lambda xs, _: f(xs[0]), [x])[0]
         return first
 
     def _split(self, x: torch.Tensor) -> tuple[torch.Tensor, int | None]:
