@@ -13,6 +13,7 @@ from ltx.core.comm import open_axes, open_axis, resolve
 from ltx.core.comm.axis_comm import NewGroup
 from ltx.core.comm.registry import GroupAxis
 from ltx.core.ranks.axis import axes_in_scope, find
+from ltx.core.ranks.backings import Levels
 from ltx.core.ranks.batched import VmapRanks
 from ltx.strategies.async_averaging import AsyncAveraging
 from ltx.strategies.qadam import QAdam
@@ -23,6 +24,7 @@ SUMMARY_BYTES = 64
 __all__ = [
     "SUMMARY_BYTES",
     "AsyncAveraging",
+    "Levels",
     "QAdam",
     "VmapRanks",
     "axes_in_scope",

@@ -16,7 +16,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -30,6 +31,8 @@ from ltx.typing import Tree
 _MEAN = hooks.AllReduce()
 _DELTA = "delta"
 _FINISHING = "the number of ranks that finish"
+#: On axes of processes: the training whose rounds begin by each rank's own clock.
+_clocked = WeakKeyDictionary[Any, float | None]()
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,7 +220,7 @@ class AsyncAveraging(NodeStrategy):
         """Begin a round; on ranks whose collectives complete at once, the states hold its result."""
         leaves, ranks = tree.flatten(params)[0], info.axis.ranks
         training = time.monotonic() if before is None else before.training
-        if before and self.schedule is None and ranks.overlaps and ranks.clocked != training:
+        if before and self.schedule is None and ranks.overlaps and _clocked.get(ranks) != training:
             raise StrategyError(
                 f"rank {info.axis.rank}: AsyncAveraging: since this training's last round another training has begun "
                 "rounds on the axis. Each rank begins rounds by its own clock, so rounds of two trainings would be "
@@ -254,7 +257,7 @@ class AsyncAveraging(NodeStrategy):
 
     def _exchange(self, params: Tree, info: StepInfo, training: float | None, finishing: int) -> Exchange:
         if self.schedule is None and info.axis.ranks.overlaps:
-            info.axis.ranks.clocked = training
+            _clocked[info.axis.ranks] = training
         return self.exchange(self._round, *self._message(params, finishing), info, background=True)
 
     def _message(self, params: Tree, finishing: int) -> tuple[list[torch.Tensor], list[str]]:

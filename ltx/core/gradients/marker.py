@@ -40,7 +40,6 @@ from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.reduction import Bucket
 from ltx.core.gradients.schedule import Dims, Schedule
 from ltx.core.ranks.axis import Axis
-from ltx.core.ranks.backings import Ranks
 from ltx.core.ranks.batched import in_front
 
 # Above every node of a forward pass, below the engine's own (AccumulateGrad has the maximum of 64 bits).
@@ -84,15 +83,15 @@ def _views(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
 def _index(axis: Axis, dims: Dims = ()) -> torch.Tensor | None:
     """A dummy input, so that functorch calls a Function's vmap rule at each remaining level of a simulated axis."""
     left = _left(axis, dims)
-    return None if left is None else left.ranks.batch_index(axis.size)
+    return None if left is None else left.batch_index
 
 
 def _left(axis: Axis, dims: Dims) -> Axis | None:
     """`axis` without the levels that `dims` marks as taken off; None if no level is left."""
-    ranks: Ranks | None = axis.ranks
-    for _ in range(sum(dims)):
-        ranks = None if ranks is None else ranks.below
-    return None if ranks is None else replace(axis, ranks=ranks)
+    levels, taken = axis.ranks.levels, sum(dims)
+    if taken == len(levels.numbers):
+        return None
+    return replace(axis, ranks=axis.ranks.at(replace(levels, taken=taken)))
 
 
 class Peeled(Function):
@@ -118,7 +117,7 @@ class Peeled(Function):
             *tensors: torch.Tensor,
         ) -> tuple[Any, Any]:
             axis, level = schedule.plan.axis, (private.maybe_current_level() or 0) + 1
-            stacked, here = in_front(info.batch_size, tensors, in_dims[4:]), level in axis.ranks.levels
+            stacked, here = in_front(info.batch_size, tensors, in_dims[4:]), level in axis.ranks.levels.numbers
             dims = (here, *dims)
             if here:
                 index = None if _left(axis, dims) is None else index_below(index, in_dims[3])

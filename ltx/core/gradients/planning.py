@@ -349,7 +349,8 @@ def make_plan(
         return comm.Signature.of(operation, paths(), list(tensors), text)
 
     if compare:
-        agreement = axis.ranks.agree_on_plan(key, described, lambda: list(arrival()), background=background)
+        channel = "background" if background else "buckets"
+        agreement = axis.ranks.confirm(lambda: key, described, lambda: list(arrival()), channel)
         axes = hook.axes(axis)  # all ranks open the hook's axes together
         for on in () if background else (axis, *axes):
             on.ranks.open_phases(hook.phases_on(axis.size))

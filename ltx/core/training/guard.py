@@ -98,7 +98,7 @@ def not_finite_error(
     count = len(own)
     told = info.axis.ranks.by_rank(
         comm.Signature("whose gradients aren't finite", ()),
-        lambda xs: [_described(paths, xs[:count]), _described(paths, xs[count:])],
+        lambda xs, _: [_described(paths, xs[:count]), _described(paths, xs[count:])],
         [*own, *reduced],
     )
     by_rank, together = [texts for texts, _ in told], sorted({text for _, texts in told for text in texts})

@@ -97,7 +97,7 @@ class TrainStep(TrainSettings):
             if leaf.is_complex():
                 require("complex, strategy", strategy, f"train.init: parameter {path!r}, {tree.describe(leaf)},")
         if strategy.layout.params == "replicated":  # other rates would part them, with nothing to show it
-            axis.ranks.exchange(comm.Signature("train.init", (), _settings(self.optimizer, self.guard)), None)
+            axis.ranks.by_rank(comm.Signature("train.init", (), _settings(self.optimizer, self.guard)))
         opt_state = strategy.init_optimizer(self.optimizer, params, axis)
         if strategy.communicates_besides:
             axis.ranks.start_anew()
