@@ -28,12 +28,11 @@ def main(steps=60):
     losses = []
     with ltx.init() as world:
         model.to(world.device)
-        state = train.init(dict(model.named_parameters()), dict(model.named_buffers()))
+        state = train.init(model, dict(model.named_buffers()))
         for step in range(steps):
             state, metrics = train(state, *ltx.to_device(ltx.shard(batch(images, labels, step))))
             losses.append(metrics.loss.item())
-        model.load_state_dict({**ltx.optim.averaged(state.opt_state), **state.buffers})
-        model.eval()
+        ltx.to_module(model, ltx.optim.averaged(state.opt_state)).eval()
         with torch.no_grad():  # each rank evaluates its part; parts are unequal
             mine = slice(world.rank, None, world.size)
             x, y = ltx.to_device((test_images[mine], test_labels[mine]))

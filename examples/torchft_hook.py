@@ -121,7 +121,7 @@ def main(steps: int = 40, timeout_s: float = 5.0, on_step: Callable[..., object]
         )  # some buckets, as of a large model
         step = ltx.data_parallel(lambda p, x, y: mse_loss(ltx.functional_call(model, p, (x,)), y), strategy)
         train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.AdamW, lr=1e-2))
-        held["state"] = train.init(dict(model.named_parameters()))
+        held["state"] = train.init(model)
         held["position"] = ltx.DataPosition(SAMPLES, BATCH)
         while manager.current_step() < steps:
             manager.start_quorum()

@@ -74,7 +74,7 @@ def steps_of_ltx() -> Iterator[Any]:
     strategy = ltx.DDPStrategy(bucket_bytes=2 * 2**20)
     step = ltx.data_parallel(lambda p, x: ltx.functional_call(net, p, (x,)).square().mean(), strategy)
     train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.AdamW, lr=1e-3), overlap="update")
-    state, x = train.init(dict(net.named_parameters())), torch.randn(BATCH, FEATURES)
+    state, x = train.init(net), torch.randn(BATCH, FEATURES)
     while True:
         with ltx.profile.record() as trace:
             state, _ = train(state, x)

@@ -330,7 +330,9 @@ def _read(
             tensor = (total / len(pieces)).to(tensor.dtype)
         tensors.append(tensor)
     read = tree.unflatten(tree.flatten(state)[1], tensors)
-    read = replace(read, sync_state=replace(read.held("sync_state"), clock=state.held("sync_state").clock))
+    read = replace(
+        read, module=state.module, sync_state=replace(read.held("sync_state"), clock=state.held("sync_state").clock)
+    )
     restored = counted(read, manifest["step"], manifest["updates"])
     ranks = range(opened.saved_ranks) if data == "all" else [opened.rank]
     positions = [opened.structure("data" if common else name_on(rank, "data")) for rank in ranks]

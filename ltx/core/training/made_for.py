@@ -156,8 +156,8 @@ def adopted(train: Any, state: TrainState, params: Literal["mean", "rank0"]) -> 
     opt_state = opt_state if was.opt_state == "replicated" else equal(opt_state)
     # By requires_grad=False when the state was made, which its tensors don't show.
     out = (_frozen(state) - set(was.left_out)) | left_out(train.trainable, _paths(state))
-    new = replace(train, trainable=lambda path: path not in out).init(whole)
-    new = train.gather(new)
+    fresh = replace(train, trainable=lambda path: path not in out)
+    new = fresh.gather(fresh.init(whole))
     kept = {} if new.layout.optimizer[0] != was.optimizer[0] else _by_path(opt_state)
     sync_state = new.held("sync_state")
     if new.layout.strategy == was.strategy and not was.copies_of:
@@ -171,6 +171,7 @@ def adopted(train: Any, state: TrainState, params: Literal["mean", "rank0"]) -> 
         opt_state=_with_values(new.opt_state, kept),
         sync_state=sync_state,
         loss_scale=tree.map(torch.clone, old_scale) if alike else scale,
+        module=state.module,
         layout=replace(
             new.layout,
             left_out=tuple(sorted(left_out(train.trainable, _paths(state)))),

@@ -15,7 +15,8 @@ from ltx.core.base import private, tree
 from ltx.core.base.arguments import brief
 from ltx.core.base.errors import StepError, TreeError
 from ltx.core.ranks.axis import Axis
-from ltx.core.training.train_state import TrainState, give_away
+from ltx.core.training.follower import begins, put_apart
+from ltx.core.training.train_state import TrainState
 from ltx.core.transforms.closure_check import Members, first_hooked, hooked_text, same_values
 from ltx.core.transforms.compare import tensors_by_path
 from ltx.typing import Tree
@@ -130,15 +131,13 @@ def _check_group(group: Sequence[tuple[int, str, torch.Tensor]], nbytes: int) ->
 
 
 def taken_from(module: torch.nn.Module, axis: Axis, trainable: Trainable) -> tuple[Tree, Tree]:
-    """(trained, frozen) parameters of `module`, in the module's memory, with rank 0's values on every rank.
-
-    The module's trained parameters can't be used any more: their use raises.
-    """
+    """(trained, frozen) parameters of `module`, in the module's memory, with rank 0's values on every rank."""
     parameters = dict(module.named_parameters())
     tree.check_tensors(parameters, "train.init(module)")
     if axis.ranks.overlaps:
         tree.check_values(list(parameters.values()), parameters, "train.init(module)")
     trained, frozen = split(parameters, trainable)
+    begins(tree.flatten(trained)[0])
     with torch.no_grad():
         totals = zip(parameters.values(), accumulate(x.nbytes for x in parameters.values()), strict=True)
         for _, piece in groupby(totals, lambda pair: pair[1] // _PIECE_BYTES) if axis.size > 1 else ():
@@ -147,12 +146,6 @@ def taken_from(module: torch.nn.Module, axis: Axis, trainable: Trainable) -> tup
             for parameter, value in zip(mine, given, strict=True):
                 parameter.data = value
     held: tuple[Tree, Tree] = tree.map(torch.Tensor.detach, (trained, frozen))
-    give_away(
-        tree.flatten(trained)[0],
-        f"this parameter of a {type(module).__name__} was taken over by train.init(module): the train state has it. "
-        "Call the module with ltx.functional_call(module, state.params, (inputs,)), or give it the state's values back "
-        "with ltx.to_module(module, state). train.init(dict(module.named_parameters())) copies instead.",
-    )
     return held
 
 
@@ -171,8 +164,9 @@ def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Mod
         DonatedStateError: the state was donated.
         UnsupportedError: the module's tensors can't be replaced: it is scripted, or under fully_shard.
 
-    A rank calls this alone, since each rank has its own state. Not differentiable: the copies are new leaves. Make
-    objects that hold the module's parameters, such as torch's optimizers or DDP, after this call.
+    A rank calls this alone, since each rank has its own state. Not differentiable: the copies are new leaves. A
+    module that ``train.init(module)`` got keeps its Parameters, has what it has of the state already, and at the next
+    step gets that step's. For others make objects that hold the parameters, such as DDP, after this call.
 
     Example:
         >>> import torch, ltx
@@ -217,12 +211,24 @@ def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Mod
                 continue
             _check_equal(given, values)
             table, key = slots[given[0]]
-            old, new = table[key], values[given[0]].detach().clone()
+            old, new = table[key], values[given[0]].detach()
+            if _is_in(old, new):
+                continue
+            new = new.clone()
+            if put_apart(old, new):
+                continue
             if given[0] in trainable:
                 new = torch.nn.Parameter(new, requires_grad=old.requires_grad)
             for table, key in map(slots.__getitem__, tied):
                 table[key] = new
     return module
+
+
+def _is_in(x: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether `value` lies in the memory of `x`, a module's tensor."""
+    if not {type(x), type(value)} <= {torch.Tensor, torch.nn.Parameter} or private.is_wrapped(value):
+        return False
+    return value.numel() > 0 and x.data_ptr() == value.data_ptr() and x.stride() == value.stride()
 
 
 def _check_equal(names: list[str], values: dict[str, torch.Tensor]) -> None:

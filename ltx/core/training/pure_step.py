@@ -20,7 +20,7 @@ from ltx.core.training.outputs import Batch, GivenGradients
 from ltx.core.training.replicas import check_replicas
 from ltx.core.training.settings import TrainSettings, check_layout, refuse_in_graph
 from ltx.core.training.step import Step
-from ltx.core.training.train_state import TrainState
+from ltx.core.training.train_state import Metrics, TrainState
 from ltx.core.transforms.functional_call import Calls, own_grad_and_value
 from ltx.core.transforms.run import CallOptions, Weighted
 from ltx.core.transforms.strategy_update import StepInfo, Updated
@@ -124,6 +124,11 @@ class PureStep(Step):
                 "It has to complete within a step there."
             )
         return updated
+
+    def commit(self, updated: Updated, following: TrainState, metrics: Metrics) -> None:
+        if not traced.recording() and self.state.module is not None and not private.in_transform():
+            following.__dict__["module"] = self.state.module
+            self.state.module.show(following)
 
     def next_sync(self, updated: Updated) -> SyncState:
         sync: SyncState = self.state.sync_state

@@ -94,6 +94,7 @@ class TrainState(Readable):
         pending: communication of the strategy that isn't complete; None for most. It isn't in the tree, nor saved: no
             step takes a copy that was made meanwhile.
         frozen: the parameters that aren't trained, with None in the places of trained ones; None if all are trained.
+        module: the module that follows the steps of this state; None unless ``train.init(module)`` has begun it.
     """
 
     params: Tree
@@ -105,6 +106,7 @@ class TrainState(Readable):
     loss_scale: Any = ()
     pending: Any = field(default=None, repr=False)
     frozen: Tree = field(default=None, repr=False)
+    module: Any = field(default=None, repr=False)
     _lease: _Lease = field(default_factory=lambda: [None], repr=False)
 
     def __post_init__(self) -> None:
@@ -166,13 +168,20 @@ class TrainState(Readable):
         return self.__dict__["_made_by"]
 
     @property
+    def lease(self) -> _Lease:
+        """The cell that says whether this state, and others in the same memory, can be used."""
+        return self._lease
+
+    @property
     def resolved(self) -> Any:
         """What the step that has made this very object had asked (:class:`ltx.core.training.resolved.Resolved`)."""
         return self.__dict__["_resolved"]
 
     def by(self, train: Any) -> TrainState:
-        """Note that `train` has made this state. Returns the state."""
+        """Note that `train` has made this state, which its module shows. Returns the state."""
         self.__dict__["_made_by"] = train
+        if self.module is not None:
+            self.module.show(self)
         return self
 
     @property
@@ -188,6 +197,8 @@ class TrainState(Readable):
     def check_whole(self) -> None:
         """:meth:`check_owned`, and raise InputError if this is a copy made while an exchange was under way."""
         self.check_owned()
+        if self.module is not None and self.module.ended:
+            raise InvalidStateError(self.module.ended)
         if self.pending is _LOST:
             raise InputError(
                 f"this TrainState (step {self.step}) is a copy (copy.deepcopy, pickle, ltx.tree.map), made while "
@@ -240,6 +251,8 @@ class TrainState(Readable):
         self._lease[0] = why
         for name in _WRITTEN:
             self.__dict__.pop(f"_{name}", None)
+        if self.module is not None and self.module.shows is self._lease:
+            self.module.spoil(f"this {self.module.kind} has the tensors of a TrainState, and {why}")
 
     def become(self, following: TrainState) -> None:
         """Become `following`, the next state, because an interrupt has kept it from the caller."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from ltx.core.gradients.planning import in_step, requires_grad
 from ltx.core.optim import Optimizer
 from ltx.core.optim.base import is_transforming
 from ltx.core.ranks.axis import Axis
+from ltx.core.training.follower import compiled, follow
 from ltx.core.training.guard import (
     scaling,
 )
@@ -60,12 +62,14 @@ class TrainStep(TrainSettings):
         Args:
             params: a tree of floating or complex tensors, which are copied. Parameters of a module whose requires_grad
                 is False are frozen: they are given to the step, but not differentiated or sent, and have no optimizer
-                state. So are parameters that the train step's `trainable` leaves out. Or a module: the state takes over
-                its parameters without a copy. From then on using the module's parameters raises DonatedStateError;
-                ``ltx.to_module(module, state)`` gives the module the state's values.
-            buffers: a tree of tensors, or None. With buffers the step is ``(params, buffers, *batch) -> (loss,
-                buffers)``, or ``(loss, buffers, aux)`` with `has_aux`; :func:`ltx.functional_call` with
-                ``return_buffers=True`` returns the next ones.
+                state. So are parameters that the train step's `trainable` leaves out. Or a module, which follows: the
+                state is in its parameters' memory, and the module has the present values between steps. What `train`
+                gave last is what it shows, here also :meth:`finish`, :meth:`adopt`, :meth:`broadcast`; a state that a
+                program has made (loaded, copied, replaced) only after a step or :func:`ltx.to_module`. Another
+                ``init`` of the module begins with its weights, and ends the older state.
+            buffers: a tree of tensors, or None; those with names of the module's buffers are followed, too. With
+                buffers the step is ``(params, buffers, *batch) -> (loss, buffers)``, or ``(loss, buffers, aux)`` with
+                `has_aux`; :func:`ltx.functional_call` with ``return_buffers=True`` returns the next ones.
 
         Raises:
             TreeError: a leaf can't be trained; or two leaves are one tensor (tied weights).
@@ -73,16 +77,19 @@ class TrainStep(TrainSettings):
                 printed; on all ranks.
             StepError: all parameters are frozen.
         """
+        module = params if isinstance(params, torch.nn.Module) else None
+        if module is not None and private.in_transform():  # ranks' values differ there, and a module has one
+            params, module = dict(module.named_parameters()), None
+        elif module is None and any(isinstance(x, torch.nn.Parameter) for x in tree.flatten(params)[0]):
+            warnings.warn(_APART, UserWarning, stacklevel=2)
         if buffers is not None:
             check_kept(buffers, self.step)
         strategy, axis = self.step.strategy, comm.resolve(self.step.axis)
         strategy.check_axis(axis)
-        check_devices(
-            axis, dict(params.named_parameters()) if isinstance(params, torch.nn.Module) else params, "params"
-        )
+        check_devices(axis, params if module is None else dict(module.named_parameters()), "params")
         check_devices(axis, buffers, "buffers")
-        if isinstance(params, torch.nn.Module):
-            params, frozen = taken_from(params, axis, self.trainable)
+        if module is not None:
+            params, frozen = taken_from(module, axis, self.trainable)
         else:
             tree.check_dense(tree.flatten(params)[0], params, "params")
             trained, frozen = split(params, self.trainable)
@@ -113,7 +120,7 @@ class TrainStep(TrainSettings):
             if self.overlap == "update":
                 require("loss, overlap", 'overlap="update"', repr(self.optimizer))
         state.__dict__["of_step"] = True
-        return state.by(self).unseen()
+        return (state if module is None else follow(self, module, state)).by(self).unseen()
 
     def adopt(self, state: TrainState, params: Literal["mean", "rank0"] = "mean") -> TrainState:
         """A state for this train step, of one that was made for another: another strategy, optimizer, `trainable`.
@@ -182,7 +189,9 @@ class TrainStep(TrainSettings):
         if name := layout.copies_of:  # the state has copies of peers' parameters, which now equal this rank's
             entries = {path: {copy: held[name].clone() for copy in held} for path, held in entries.items()}
         sync = replace(SyncState.new(entries), step=sync_step)
-        given = TrainState(params, buffers, opt_state, sync, step, layout, loss_scale, frozen=frozen)
+        given = TrainState(
+            params, buffers, opt_state, sync, step, layout, loss_scale, frozen=frozen, module=state.module
+        )
         check_made_for(self, given)  # on all ranks alike, as they have the same one now
         return given.by(self)
 
@@ -229,6 +238,7 @@ class TrainStep(TrainSettings):
             )
         if traced.recording():
             check_made_for(self, state)
+            compiled(self, state.module)
             return PureStep.of(self, state, batch).run()
         if torch.is_inference_mode_enabled():
             raise StepError(
@@ -318,6 +328,13 @@ class TrainStep(TrainSettings):
             return None
         hook = self.step.strategy.post_update_hook(self.optimizer, step)
         return hook if hook is None or self.step.reduce_dtype is None else hook.cast(self.step.reduce_dtype)
+
+
+_APART = (
+    "train.init was given a module's Parameters, and the state has copies of them: the module keeps the values that it "
+    "has. With train.init(model) the module follows each step. To train apart from it on purpose, give each as "
+    "p.detach(), and see the values by ltx.functional_call(model, state.params, x) or ltx.to_module(model, state)."
+)
 
 
 @checked("donate", "has_aux")

@@ -178,17 +178,18 @@ _called = Seen(forgets=True)
 
 def look_at_modules(
     fn: Any, in_place: Callable[[], set[int]], given: Callable[[], Iterable[Any]]
-) -> AbstractContextManager[None]:
+) -> AbstractContextManager[bool | None]:
     """While `fn` is called for the first time: raise StepError if it writes to a buffer of a module that it uses.
 
     Also raise if it uses an embedding that renormalises its rows in place, or a module whose trained parameters have
-    hooks for gradients and aren't among the `given` tensors. `in_place`: as in :func:`own_written`.
+    hooks for gradients and aren't among the `given` tensors. `in_place`: as in :func:`own_written`. The block gets True
+    if it is the first time.
     """
     return nullcontext() if _called.has(fn) else _looking(fn, in_place, given)
 
 
 @contextmanager
-def _looking(fn: Any, in_place: Callable[[], set[int]], given: Callable[[], Iterable[Any]]) -> Iterator[None]:
+def _looking(fn: Any, in_place: Callable[[], set[int]], given: Callable[[], Iterable[Any]]) -> Iterator[bool]:
     modules, tensors = modules_of(fn), [x for x in given() if isinstance(x, torch.Tensor)]
     ids, derived = {*map(id, tensors)}, any(x.grad_fn is not None for x in tensors)
     for module in modules:
@@ -199,7 +200,7 @@ def _looking(fn: Any, in_place: Callable[[], set[int]], given: Callable[[], Iter
             raise StepError(hooked_text(f"the step uses a module whose {left[place][0]!r} ({type(module).__name__})"))
     watched = [(module, buffer, _value(buffer.tensor)) for module in modules for buffer in Members(module).buffers]
     try:
-        yield
+        yield True
     except RuntimeError as error:
         # torch can't write values that differ between simulated ranks to a tensor that the ranks share.
         norms = [
@@ -313,7 +314,7 @@ class Members:
         if isinstance(module, torch.jit.ScriptModule | nn.DataParallel):
             which = "module.module" if isinstance(module, nn.DataParallel) else "the module that was scripted"
             raise UnsupportedError(f"{what} can't put tensors into a {type(module).__name__}. Give it {which}.")
-        self.module = module
+        self.module, self.what = module, what
         self.slots: dict[str, tuple[dict[str, Any], str]] = {}  # path -> the dict that holds the tensor, and its key
         self.tied: dict[int, list[str]] = {}  # the names of tensors with several names, by id
         self.buffers: list[Buffer] = []
@@ -362,7 +363,7 @@ class Members:
         filled = dict(given)
         for name, tensor in given.items():
             if not isinstance(tensor, torch.Tensor):
-                raise TreeError(f"functional_call: {name!r} must be a tensor, got {type(tensor).__name__}.")
+                raise TreeError(f"{self.what}: {name!r} must be a tensor, got {type(tensor).__name__}.")
             if name not in self.slots:
                 self._check_attribute(name)
         for group in self.tied.values() if tie_weights else ():
@@ -370,7 +371,7 @@ class Members:
             for name in group if among else ():
                 if filled.setdefault(name, given[among[0]]) is not given[among[0]]:
                     raise InputError(
-                        f"functional_call: {among[0]!r} and {name!r} are one tensor in {type(self.module).__name__}, "
+                        f"{self.what}: {among[0]!r} and {name!r} are one tensor in {type(self.module).__name__}, "
                         "but two were given. Give one of them; or tie_weights=False, if they are to be apart."
                     )
         return filled
@@ -383,13 +384,13 @@ class Members:
             part = getattr(part, step, None)
         if last in getattr(part, "parametrizations", ()):
             raise InputError(
-                f"functional_call: {name!r} of {type(self.module).__name__} is parametrized, and what is given for it "
+                f"{self.what}: {name!r} of {type(self.module).__name__} is parametrized, and what is given for it "
                 "would get no gradient. Give what it is computed from: dict(module.named_parameters()) has the names."
             )
         if not isinstance(getattr(part, last, None), torch.Tensor):
             known = ", ".join(repr(path) for path in list(self.slots)[:4])
             raise InputError(
-                f"functional_call: {type(self.module).__name__} has no parameter or buffer {name!r}. Of its "
+                f"{self.what}: {type(self.module).__name__} has no parameter or buffer {name!r}. Of its "
                 f"{len(self.slots)} the first are {known or 'none'}."
             )
 

@@ -118,16 +118,16 @@ class DataParallel(StepSettings):
                 token, before = in_step.set(True), private.nodes_made()
                 keep(given)
                 try:
-                    with look_at_modules(self.fn, tensors_in_place, lambda: leaves):
+                    with look_at_modules(self.fn, tensors_in_place, lambda: leaves) as first:
                         output = self.fn(*args, **kwargs)
                 finally:
                     in_step.reset(token)
                 if not private.in_transform():  # side effects
                     held, made = (marked.leaves, args, kwargs), private.nodes_made() - before
-                    if marked.schedule is None:
-                        own = own_leaves(self.fn, output, held, made)
-                    else:
+                    if marked.schedule or (first and options.deferred):  # a train step of one rank has no schedule
                         own = refuse_captured(self.fn, output, held, made, options.deferred)
+                    else:
+                        own = own_leaves(self.fn, output, held, made)
         refuse_gradients(output, leaves, spec)
         if marked.inputs is not None and options.step is None:
             output = reaching(output, marked.leaves)

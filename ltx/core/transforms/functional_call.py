@@ -20,13 +20,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.utils import stateless
 from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 
@@ -49,7 +49,7 @@ from ltx.typing import Tree
 
 def functional_call(
     module: nn.Module,
-    params_and_buffers: Mapping[str, torch.Tensor] | Sequence[Mapping[str, torch.Tensor]],
+    params_and_buffers: Tree,
     args: Any = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -68,7 +68,7 @@ def functional_call(
     Args:
         module: any module. It uses its own tensors where none are given.
         params_and_buffers: a dict from names, as in ``module.named_parameters()`` and ``named_buffers()``, to tensors,
-            or a tuple of such dicts.
+            a tuple of such dicts, or an :class:`ltx.TrainState`.
         args: a tuple of the module's positional arguments, or a single argument that isn't a tuple.
         kwargs: the module's keyword arguments.
         tie_weights: if a tensor has several names in the module, and one of them is given, all names get the given
@@ -117,40 +117,116 @@ def functional_call(
     for name, flag in (("tie_weights", tie_weights), ("return_buffers", return_buffers)):
         if not isinstance(flag, bool):
             raise InputError(f"functional_call: {name} must be a bool, got {brief(flag)}.")
-    members = Members(module)
-    copied: dict[int, torch.Tensor] = {}  # a buffer with several names has one copy
-    copies = {
-        buffer.path: copied.setdefault(id(x), _copied(x))
-        for buffer in members.buffers
-        if isinstance(x := given.get(buffer.path), torch.Tensor)
-    }
-    tensors = members.untied({**given, **copies}, tie_weights)
-    swap = Swap(members, tensors, {name: given[name] for name in copies})
-    versions = {name: version_of(copy) for name, copy in copies.items()}
-    values = {} if return_buffers else {name: _value(x, given[name], module.training) for name, x in copies.items()}
-    own = [buffer for buffer in members.buffers if buffer.path not in tensors]
-    for name in members.hooked:
-        if (x := tensors.get(name)) is not None and x.is_leaf and x is not members.tensor(name):
-            raise StepError(hooked_text(f"functional_call: parameter {name!r} of {type(module).__name__}"))
-    with swap.in_place():
+    call = _Call(module, given, "functional_call", tie_weights, return_buffers)
+    with call.swap.in_place():
         output = module(*args, **kwargs)
-    placed, swap.after = swap.after, {}  # one may be the output itself, whose graph mustn't hold it
-    _record(swap.tensors, swap.repeated(), output)
-    own_written(own, type(module).__name__, tensors_in_place)
-    if return_buffers:
-        # If the module itself called requires_grad_() on a copy, that is a leaf, and no gradient may go on from it.
-        after = {name: placed[name] for name in copies}
-        return output, {name: x.detach() if x.is_leaf and x.requires_grad else x for name, x in after.items()}
-    moved = (name for name, copy in copies.items() if placed[name] is not copy or version_of(copy) != versions[name])
-    written = next(moved, None) or _written({name: (copies[name], x) for name, x in values.items() if x is not None})
-    if written is not None:
-        raise StepError(
-            f"functional_call: {type(module).__name__} wrote to {written!r}, a buffer that it was given, and what it "
-            "wrote would be lost. Take it: output, buffers = ltx.functional_call(module, (params, buffers), "
-            "inputs, return_buffers=True), and return the buffers from the step. Or leave them as they are: "
-            "module.eval()."
-        )
-    return output
+    if (calls := call.recorded()) is not None:
+        calls.watch(output)
+    after = call.done()
+    return (output, after) if return_buffers else output
+
+
+@contextmanager
+def using(*modules: Any) -> Iterator[None]:
+    """In the block, modules compute with the given tensors, whatever of their methods is called.
+
+    ``with ltx.using(model, params):`` is for what one call of a module can't be: ``flow(x).log_prob(y)``,
+    ``elbo(model, guide)``, a criterion with weights of its own. :func:`ltx.functional_call` is this for one call, and
+    says what holds for both. Buffers that the block writes to raise; that function returns them.
+
+    Args:
+        modules: a module and its tensors, as :func:`ltx.functional_call` takes them, or several such pairs:
+            ``ltx.using((encoder, params["encoder"]), (loss, params["loss"]))``.
+
+    Raises:
+        InputError: as :func:`ltx.functional_call`; or a module is given twice, or inside of another one.
+        UnsupportedError: in a compiled graph.
+
+    Example:
+        >>> import torch, ltx
+        >>> net = torch.nn.Linear(1, 1, bias=False)
+        >>> with ltx.using(net, {"weight": torch.full((1, 1), 2.0)}):
+        ...     net(net(torch.ones(1)))
+        tensor([4.])
+    """
+    if traced.recording():
+        _refuse_using()
+    pairs = (modules,) if modules and isinstance(modules[0], nn.Module) else modules
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise TreeError(f"using takes a module and its tensors, or several such pairs, got {brief(modules)}.")
+    calls = [_Call(module, _merged(given), "using") for module, given in pairs]
+    parts = [id(part) for call in calls for part in call.swap.members.module.modules()]
+    if len(parts) > len({*parts}):
+        raise InputError("using: a module is given twice, or is a part of another one. Give the outer one alone.")
+    records = [record for call in calls if (record := call.recorded()) is not None]
+
+    def watch(_: Any, __: Any, output: Any) -> None:
+        for record in records:
+            record.watch(output)
+
+    with ExitStack() as stack:
+        for call in calls:
+            stack.enter_context(call.swap.in_place())
+        if records and _recorded.get() is None:  # somebody else will run the backward pass
+            stack.callback(register_module_forward_hook(watch).remove)
+        yield
+    for call in calls:
+        call.done()
+
+
+@traced.at_trace_time
+def _refuse_using() -> None:
+    raise UnsupportedError(
+        "torch.compile can't trace ltx.using. Call ltx.functional_call(module, params, inputs) in what is compiled."
+    )
+
+
+class _Call:
+    """What a call puts into a module, and what it looks at afterwards."""
+
+    def __init__(
+        self, module: nn.Module, given: dict[str, Any], what: str, tie_weights: bool = True, returns: bool = False
+    ):
+        members = Members(module, what)
+        copied: dict[int, torch.Tensor] = {}  # a buffer with several names has one copy
+        self.copies = {
+            buffer.path: copied.setdefault(id(x), _copied(x))
+            for buffer in members.buffers
+            if isinstance(x := given.get(buffer.path), torch.Tensor)
+        }
+        tensors = members.untied({**given, **self.copies}, tie_weights)
+        self.swap = Swap(members, tensors, {name: given[name] for name in self.copies})
+        self.name, self.what, self.returns = type(module).__name__, what, returns
+        self.versions = {name: version_of(copy) for name, copy in self.copies.items()}
+        kept = {} if returns else self.copies
+        self.values = {name: _value(x, given[name], module.training) for name, x in kept.items()}
+        self.own = [buffer for buffer in members.buffers if buffer.path not in tensors]
+        for name in members.hooked:
+            if (x := tensors.get(name)) is not None and x.is_leaf and x is not members.tensor(name):
+                raise StepError(hooked_text(f"{what}: parameter {name!r} of {self.name}"))
+
+    def recorded(self) -> Calls | None:
+        """Record the call, if there will be a backward pass."""
+        return _record(self.swap.tensors, self.swap.repeated())
+
+    def done(self) -> dict[str, torch.Tensor]:
+        """The values of the given buffers after the call. Raises if what it wrote to one would be lost."""
+        placed, self.swap.after = self.swap.after, {}  # one may be the output itself, whose graph mustn't hold it
+        own_written(self.own, self.name, tensors_in_place)
+        if self.returns:
+            # If the module itself called requires_grad_() on a copy, that is a leaf, and no gradient may go on from it.
+            after = {name: placed[name] for name in self.copies}
+            return {name: x.detach() if x.is_leaf and x.requires_grad else x for name, x in after.items()}
+        copies, versions = self.copies, self.versions
+        moved = (name for name, x in copies.items() if placed[name] is not x or version_of(x) != versions[name])
+        values = {name: (copies[name], x) for name, x in self.values.items() if x is not None}
+        if (written := next(moved, None) or _written(values)) is not None:
+            raise StepError(
+                f"{self.what}: {self.name} wrote to {written!r}, a buffer that it was given, and what it wrote would "
+                "be lost. Take it: output, buffers = ltx.functional_call(module, (params, buffers), inputs, "
+                "return_buffers=True), and return the buffers from the step. Or leave them as they are: module.eval()."
+            )
+        return {}
 
 
 @traced.at_trace_time
@@ -172,6 +248,8 @@ def _look_at_trace_time(module: nn.Module) -> tuple[bool, tuple[str, ...]]:
 
 
 def _merged(given: Any) -> dict[str, torch.Tensor]:
+    if hasattr(given, "params") and hasattr(given, "buffers"):  # a train state
+        given = given.params if given.buffers is None else (given.params, given.buffers)
     dicts = [given] if isinstance(given, Mapping) else given
     if not isinstance(dicts, Sequence) or not all(isinstance(d, Mapping) for d in dicts):
         raise TreeError(f"functional_call takes a dict of tensors or a tuple of such dicts, got {brief(given)}.")
@@ -297,7 +375,7 @@ class Swap:
                 yield
             finally:
                 self.after = {name: slots[name][0][slots[name][1]] for name in self._kept}
-                self.replaced = {name for name, x in self.after.items() if x is not self.tensors[name]}
+                self.replaced.update(name for name, x in self.after.items() if x is not self.tensors[name])
                 now = {name: slots[name][0].get(slots[name][1]) for name in self._own}
                 lost = [name for name, was in self._own.items() if now[name] is was is not self.tensors[name]]
         finally:
@@ -565,13 +643,13 @@ def keep(params: Tree) -> None:
         calls.kept.append(params)
 
 
-def _record(given: Mapping[str, torch.Tensor], make: Callable[[dict[str, torch.Tensor]], Swap], output: Any) -> None:
-    """Record a functional call that has given `output`, if there will be a backward pass.
+def _record(given: Mapping[str, torch.Tensor], make: Callable[[dict[str, torch.Tensor]], Swap]) -> Calls | None:
+    """Record a functional call, if there will be a backward pass; who calls this has its output watched.
 
     `make` makes its swap, of those of the `given` tensors that somebody has kept.
     """
     if not torch.is_grad_enabled():
-        return
+        return None
     names, found = tuple(given), tuple(map(weakref.ref, given.values()))
 
     def swap() -> Swap:
@@ -582,7 +660,7 @@ def _record(given: Mapping[str, torch.Tensor], make: Callable[[dict[str, torch.T
 
     calls = _recorded.get() or Calls()
     calls.add(swap)
-    calls.watch(output)
+    return calls
 
 
 def _torch_calls(module: Any, parameters_and_buffers: Any, *args: Any, **options: Any) -> Any:
@@ -601,7 +679,8 @@ def _torch_calls(module: Any, parameters_and_buffers: Any, *args: Any, **options
         made.first = {name: (tensors[name], fixed[name], tensors[name]) for name in buffers}
         return made
 
-    _record(given, swap, output)
+    if (calls := _record(given, swap)) is not None:
+        calls.watch(output)
     return output
 
 

@@ -410,3 +410,136 @@ def test_a_module_whose_tensors_cant_be_replaced(wrapped: Callable[[nn.Module], 
     module = wrapped(nn.Linear(2, 2))
     with pytest.raises(UnsupportedError, match=r"can't put tensors into a .*\. Give it (the )?module"):
         ltx.functional_call(module, dict(module.named_parameters()), (torch.ones(2),))
+
+
+# --- using -----------------------------------------------------------------------------------------------------------
+
+
+class Flow(nn.Module):
+    """What it computes is asked of its methods, and one of its layers is checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> torch.distributions.Distribution:
+        return torch.distributions.Normal(checkpoint(self.shift, x, use_reentrant=False), self.scale(x).exp())
+
+    def energy(self, x: Tensor) -> Tensor:
+        return self.scale(x).square().sum()
+
+
+def in_block(flow: Flow, criterion: nn.Module, params: Any, x: Tensor) -> Tensor:
+    with ltx.using((flow, params["flow"]), (criterion, params["criterion"])):
+        return flow(x).log_prob(x).mean() + flow.energy(x) + criterion(x).mean()
+
+
+def block_of(seed: int) -> tuple[Flow, nn.Module, Any, Tensor]:
+    with seeded(seed):
+        flow, criterion = Flow().double(), nn.Linear(4, 1).double()
+        params = {"flow": params_of(flow), "criterion": params_of(criterion)}
+        params = ltx.tree.map(lambda p: p.detach() + 0.1, params)
+        return flow, criterion, params, torch.randn(4, 4, dtype=torch.float64)
+
+
+def own_gradients(seed: int) -> Any:
+    """Of modules that have the given values themselves."""
+    flow, criterion, params, x = block_of(seed)
+    ltx.to_module(flow, params["flow"])
+    ltx.to_module(criterion, params["criterion"])
+    (flow(x).log_prob(x).mean() + flow.energy(x) + criterion(x).mean()).backward()
+    found = {"flow": flow, "criterion": criterion}
+    return {name: {path: p.grad for path, p in module.named_parameters()} for name, module in found.items()}
+
+
+def by_autograd(loss: Any, params: Any) -> Any:
+    leaves, spec = ltx.tree.flatten(params)
+    leaves = [x.requires_grad_() for x in leaves]
+    return ltx.tree.unflatten(spec, torch.autograd.grad(loss(ltx.tree.unflatten(spec, leaves)), leaves))
+
+
+def by_train_step(loss: Any, params: Any) -> Any:
+    train = ltx.train_step(ltx.data_parallel(loss), sgd(lr=1.0))
+    state, _ = train(train.init(params))
+    return ltx.tree.map(lambda before, now: before - now, params, state.params)
+
+
+@pytest.mark.parametrize(
+    "gradients",
+    [
+        lambda loss, params: torch.func.grad(loss)(params),
+        lambda loss, params: ltx.grad(ltx.data_parallel(loss))(params),
+        by_autograd,
+        by_train_step,
+    ],
+)
+def test_using_puts_tensors_into_modules(gradients: Any, ranks: Ranks, seed: int) -> None:
+    def run() -> Any:
+        flow, criterion, params, x = block_of(seed)
+        before = copy.deepcopy(flow.state_dict())
+        found = gradients(lambda params: in_block(flow, criterion, params, x), params)
+        torch.testing.assert_close(dict(flow.state_dict()), dict(before), rtol=0, atol=0)
+        return found
+
+    for found in (run(), *ranks(2).run(run)):
+        torch.testing.assert_close(found, own_gradients(seed))
+
+
+def test_using_and_a_state() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    x, start = torch.randn(4, 4), {name: p.detach() + 1 for name, p in net.named_parameters()}
+    train = ltx.train_step(ltx.data_parallel(lambda p, buffers, x: (p["0.weight"].sum(), buffers)), sgd(lr=LR))
+    state = train.init(start, {name: b + 1 for name, b in net.named_buffers()})
+    net.eval()
+    twin = ltx.to_module(copy.deepcopy(net), state)
+    with ltx.using(net, state):
+        got = net(x)
+    torch.testing.assert_close(got, twin(x))
+    torch.testing.assert_close(ltx.functional_call(net, state, x), twin(x))
+
+
+def test_what_using_refuses() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    params, buffers = dict(net.named_parameters()), dict(net.named_buffers())
+
+    def block(*modules: Any) -> Tensor:
+        with ltx.using(*modules):
+            output: Tensor = net(X)
+        return output
+
+    refuses(
+        StepError, r"using: Sequential wrote to '1\.\w+', a buffer that it was given", block, net, (params, buffers)
+    )
+    refuses(StepError, r"'1\.\w+' of Sequential: the module wrote to this buffer of its own", block, net, params)
+    refuses(InputError, "a module is given twice, or is a part", block, (net, params), (net[0], {"weight": X}))
+    refuses(InputError, "using: Sequential has no parameter or buffer 'a'", block, net, {"a": X})
+    refuses(TreeError, "takes a module and its tensors, or several such pairs, got", block, params)
+    with pytest.raises(ZeroDivisionError), ltx.using(net, {"0.weight": X}):
+        1 / 0  # noqa: B018
+    assert net[0].weight is params["0.weight"]
+    compiled = torch.compile(lambda p: block(net.eval(), p), backend="eager", fullgraph=True)
+    refuses(Exception, r"torch\.compile can't trace ltx\.using", compiled, params)
+
+
+def test_a_block_whose_module_is_called_again_in_another_backward_pass() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    class Again(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return net[0](ctx.saved_tensors[0]) * grad
+
+    given = {name: (p.detach() + 1).requires_grad_() for name, p in net.named_parameters()}
+
+    def loss(given: Any) -> Tensor:
+        with ltx.using(net, given):
+            return net[1](Again.apply(net[0](X))).sum()  # type: ignore[no-any-return, no-untyped-call]
+
+    refuses(StepError, "was called again in the backward pass, .* has its own tensors there", loss(given).backward)
+    train = ltx.train_step(ltx.data_parallel(loss), sgd(lr=LR))
+    train(train.init({name: p.detach() for name, p in given.items()}))

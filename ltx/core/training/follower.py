@@ -1,0 +1,131 @@
+"""The module of ``train.init(module)``, which has the tensors of the newest state.
+
+Its parameters lie in the memory of the state's, so a step in place changes both, and nothing is to be done. A step that
+makes other tensors, such as one with ``donate=False``, has them put under the module's Parameters, which stay the same
+objects: whoever holds them (an average, a metric) sees the new values too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
+
+from ltx.core.base import private, traced, tree
+from ltx.core.training.train_state import DonatedTensor, TrainState, give_away
+from ltx.typing import Tree
+
+# {a parameter or buffer of a module: a weak reference to the Follower that has it, or had it last}
+_followers = WeakTensorKeyDictionary()
+
+_ENDED = (
+    "this TrainState has ended: train.init was called with its module once more, and the module's weights belong to "
+    "the state that this call made. Go on with that one. To keep an older one, copy.deepcopy(state) before; "
+    "dataclasses.replace(copy, module=None) goes on without the module."
+)
+_COMPILED = (
+    "compiled steps don't move a module: this {} has no present values, the train state has. Give it the state's by "
+    "ltx.to_module(module, state); inside a step call ltx.functional_call(module, params, (inputs,))."
+)
+_SHAPES = (
+    "the train state has parameters of other shapes than this {}, whose parameters train.init(module) took: it can't "
+    "follow. Put the parameters together first, and give it them by ltx.to_module(module, params)."
+)
+
+# The train steps that were compiled, whose states move no module.
+_compiled = WeakIdKeyDictionary()
+
+
+def begins(parameters: Iterable[torch.Tensor]) -> None:
+    """A state is to train these parameters of a module: end the state that trains them, which keeps its memory."""
+    for x in parameters:
+        if (found := _followers.get(x)) is not None:
+            x.data = x.detach().clone()
+            if (last := found()) is not None and any(x is own for own in last.trained):
+                last.end()
+
+
+class Follower:
+    """The tensors of a module, and the state that they show (its lease). Copies of the state have the same one."""
+
+    def __init__(self, module: torch.nn.Module, trained: Tree, buffers: Tree):
+        self.kind, self.ended = type(module).__name__, ""
+        self.shows: Any = None  # the lease of the state that it shows; None after something else was put into it
+        self.last: Any = None  # the lease of the state that it has shown last
+        own, paths = dict(module.named_buffers(remove_duplicate=False)), tree.leaf_paths(buffers)
+        self.buffers = {path: own[path] for path in paths if path in own}
+        self._params = dict(module.named_parameters())
+        self.trained = [self._params[path] for path in tree.leaf_paths(trained)]
+        for x in (*self._params.values(), *self.buffers.values()):
+            _followers[x] = weakref.ref(self)
+
+    def __deepcopy__(self, _: Any) -> Follower:
+        return self
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # another process has another module
+
+    def show(self, state: TrainState, moved: bool = True) -> None:
+        """The module shows `state`, whose parameters are in other memory than those that it shows if `moved`."""
+        if self.ended or private.in_transform():
+            return
+        for part, own in ((state.held("params"), self._params), (state.frozen, self._params)) if moved else ():
+            self._put(part, own)
+        self._put(state.held("buffers"), self.buffers)
+        self.shows = self.last = state.lease
+
+    def _put(self, part: Tree, own: Mapping[str, torch.Tensor]) -> None:
+        leaves = tree.flatten(part)[0]
+        for path, value in zip(tree.leaf_paths(part), leaves, strict=True) if own else ():
+            if (x := own.get(path)) is None:
+                continue
+            if x.shape != value.shape:
+                self.spoil(_SHAPES.format(self.kind))
+                return
+            _set(x, value)
+
+    def spoil(self, why: str) -> None:
+        """The module has no values until a state is shown again: its use raises with `why`."""
+        give_away([x for x in self._params.values() if not isinstance(x, DonatedTensor)], why)
+        self.shows = None
+
+    def end(self) -> None:
+        """The module's parameters belong to another state from now on."""
+        self.ended = _ENDED
+        if self.last is not None and self.last[0] is None:
+            self.last[0] = _ENDED
+
+
+def follow(train: Any, module: torch.nn.Module, state: TrainState) -> TrainState:
+    """`state`, made of the parameters of `module`, with the module following it."""
+    state.__dict__["module"] = Follower(module, state.held("params"), state.held("buffers"))
+    if train in _compiled:
+        state.module.spoil(_COMPILED.format(state.module.kind))
+    return state
+
+
+@traced.at_trace_time
+def compiled(train: Any, module: Any) -> None:
+    """Steps of `train` are compiled: their module can't follow, and says so when it is used."""
+    _compiled[train] = True
+    if module is not None and not module.ended:
+        module.spoil(_COMPILED.format(module.kind))
+
+
+def put_apart(x: torch.Tensor, value: torch.Tensor) -> bool:
+    """Put something else into `x`, if it is a tensor of a module that follows: the next step puts the state's back."""
+    if (found := _followers.get(x)) is None:
+        return False
+    _set(x, value)
+    if (last := found()) is not None:
+        last.shows = None
+    return True
+
+
+def _set(x: torch.Tensor, value: torch.Tensor) -> None:
+    if isinstance(x, DonatedTensor):
+        x.__class__ = torch.nn.Parameter  # type: ignore[assignment]
+    x.data = value

@@ -1,0 +1,317 @@
+"""After ``train.init(model)`` the module has the present weights and buffers between steps, as with DDP."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ltx
+from ltx.errors import DonatedStateError, InvalidStateError, StepError
+from tests.kinds import Ranks
+from tests.train_on import refuses, said
+
+
+class Net(nn.Module):
+    """Tied weights, a frozen bias, batch norm."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+        self.last.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.last(self.norm(self.first(x)).tanh())
+        return output
+
+
+SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+X = torch.linspace(-1, 1, 32).reshape(8, 4) ** 3
+
+
+def training(model: nn.Module, strategy: Any = None, optimizer: Any = SGD, **options: Any) -> Any:
+    def loss(params: Any, buffers: Any, x: Tensor) -> Any:
+        output, buffers = ltx.functional_call(model, (params, buffers), x, return_buffers=True)
+        return (output - 1).square().mean(), buffers
+
+    return ltx.train_step(ltx.data_parallel(loss, strategy), optimizer, **options)
+
+
+def begun(strategy: Any = None, **options: Any) -> tuple[Net, Any, Any]:
+    model = Net()
+    train = training(model, strategy, **options)
+    return model, train, train.init(model, dict(model.named_buffers()))
+
+
+def held(state: Any) -> dict[str, Tensor]:
+    """The state's values; nobody reads the state by that."""
+    parts = (state.held("params"), state.frozen or {}, state.held("buffers") or {})
+    return {name: x.detach().clone() for part in parts for name, x in part.items() if x is not None}
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: x.detach().clone() for name, x in (*model.named_parameters(), *model.named_buffers())}
+
+
+def shows(model: nn.Module, state: Any) -> bool:
+    now, wanted = values(model), held(state)
+    return now.keys() == wanted.keys() and all(torch.equal(x, wanted[name]) for name, x in now.items())
+
+
+def batch(number: int) -> Tensor:
+    return X.roll(number, 0) + 0.1 * int(ltx.axis_index())
+
+
+SMALL: Any = {"bucket_bytes": 64, "first_bucket_bytes": 64}
+
+#: How steps make the next state.
+WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "in place": (None, {}),
+    "donate=False": (None, {"donate": False}),
+    "overlap": (ltx.DDPStrategy(**SMALL), {"overlap": "update"}),
+    "skip": (None, {"guard": "skip"}),
+    "scale": (None, {"guard": "skip", "max_skipped": 3, "donate": False}),
+    "fused": (None, {"optimizer": ltx.optim.from_torch(torch.optim.AdamW, lr=0.1, fused=True)}),
+    "chain": (None, {"optimizer": ltx.optim.chain(ltx.optim.clip_by_global_norm(0.1), SGD)}),
+    "stateful hook": (ltx.DDPStrategy(comm_hook=ltx.hooks.error_feedback(ltx.hooks.ByteGrad())), {}),
+    "local": (ltx.LocalSGDStrategy(period=2, warmup_steps=0), {}),
+    "zero": (ltx.ZeroStrategy(**SMALL), {"overlap": "update"}),
+    "adasum": (ltx.HorovodStrategy(op="adasum"), {}),
+    "gossip": (ltx.BaguaStrategy("decentralized"), {}),
+    "async": (ltx.BaguaStrategy("async", warmup_steps=0), {}),
+    "diloco": (ltx.DiLoCoStrategy(period=2), {}),
+}
+
+
+def steps(way: str, read: bool) -> list[bool]:
+    strategy, options = WAYS[way]
+    model, train, state = begun(strategy, **options)
+    owners, start = list(model.parameters()), values(model)
+    found = [shows(model, state)]
+    for number in range(5):
+        state, _ = train(state, batch(number) * (torch.inf if way == "skip" and number == 2 else 1))
+        if read:
+            _ = state.params
+        found.append(shows(model, state))
+    state = train.finish(state)
+    found.append(shows(model, state))
+    now = values(model)
+    found.append(all(a is b for a, b in zip(owners, model.parameters(), strict=True)))
+    found.append([x.requires_grad for x in owners] == [True, True, True, True, False])
+    found.append(model.last.weight is model.first.weight)
+    found += [torch.equal(start[name], now[name]) == (name == "last.bias") for name in ("first.weight", "last.bias")]
+    return found
+
+
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_module_has_the_present_values(way: str, read: bool, ranks: Ranks) -> None:
+    assert all(steps(way, read))
+    for found in ranks(2).run(steps, way, read):
+        assert all(found), found
+
+
+def test_an_average_of_the_parameters_follows() -> None:
+    """As diffusers' EMAModel: it keeps the Parameters, and averages those that require gradients."""
+    model, train, state = begun(donate=False)
+    kept = list(model.parameters())
+    mean = [x.detach().clone() for x in kept]
+    for number in range(3):
+        state, _ = train(state, batch(number))
+        for x, p in zip(mean, kept, strict=True):
+            x.lerp_(p.detach(), 0.5) if p.requires_grad else x.copy_(p)
+    other = Net()
+    wanted = [x.detach().clone() for x in other.parameters()]
+    optimizer = torch.optim.SGD([p for p in other.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    for number in range(3):
+        optimizer.zero_grad()
+        (other(batch(number)) - 1).square().mean().backward()
+        optimizer.step()
+        for x, p in zip(wanted, other.parameters(), strict=True):
+            x.lerp_(p.detach(), 0.5)
+    torch.testing.assert_close(mean, wanted)
+    assert all(p.requires_grad == q.requires_grad for p, q in zip(kept, other.parameters(), strict=True))
+
+
+def test_steady_steps_reuse_the_modules_memory() -> None:
+    model, train, state = begun()
+    places = [p.data_ptr() for p in model.parameters()]
+    for number in range(3):
+        state, _ = train(state, batch(number))
+        assert [p.data_ptr() for p in model.parameters()] == places
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_init_again_begins_from_the_modules_weights(donate: bool) -> None:
+    model, train, state = begun(donate=donate)
+    state, _ = train(state, batch(0))
+    now, best, mine = values(model), copy.deepcopy(state), state.params["first.weight"]
+    again = train.init(model, dict(model.named_buffers()))
+    assert shows(model, again)
+    assert again.step == 0
+    assert all(torch.equal(x, now[name]) for name, x in held(again).items())
+    refuses(InvalidStateError, "ended: train.init was called with its module once more", lambda: state.params)
+    refuses(InvalidStateError, "ended: train.init was called with its module once more", train, best, batch(0))
+    again, _ = train(again, batch(1))
+    assert torch.equal(mine, now["first.weight"]), "tensors of the older state keep their values"
+    apart, _ = train(replace(best, module=None), batch(1))
+    assert apart.step == 2
+    assert shows(model, again)
+
+
+def loaded(train: Any, state: Any) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        folder = ltx.broadcast_object(folder)
+        ltx.checkpoint.save(folder, state)
+        found = ltx.checkpoint.load(folder, state).state
+        ltx.barrier()
+    return found
+
+
+#: States from elsewhere, and whether they are those that ``train`` has given last, which the module shows.
+ELSEWHERE: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {
+    "replace": (lambda train, s: replace(s, params={n: x + 1 for n, x in s.params.items()}), False),
+    "deepcopy": (lambda train, s: copy.deepcopy(s), False),
+    "load": (loaded, False),
+    "broadcast": (lambda train, s: train.broadcast(s), True),
+    "adopt": (lambda train, s: train.adopt(s), True),
+    "gather": (lambda train, s: train.gather(s), True),
+    "finish": (lambda train, s: train.finish(s), True),
+}
+
+
+def from_elsewhere(name: str) -> list[Any]:
+    model, train, state = begun(ltx.ZeroStrategy() if name == "gather" else None)
+    state, _ = train(state, batch(0))
+    make, at_once = ELSEWHERE[name]
+    other = make(train, copy.deepcopy(state))
+    if name in ("load", "deepcopy"):
+        state, _ = train(state, batch(1))  # the module goes on, and the other one is behind
+        found = [shows(model, state) and not shows(model, other)]
+    else:
+        found = [shows(model, other) == (at_once or name != "replace")]
+    other, _ = train(other, batch(2))
+    found.append(shows(model, other))
+    state, _ = train(state, batch(3))
+    return [*found, shows(model, state)]
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_states_from_elsewhere(name: str, ranks: Ranks) -> None:
+    """The module shows what `train` gave last; what a program made is shown after a step of it."""
+    assert all(from_elsewhere(name))
+    for found in ranks(2).run(from_elsewhere, name):
+        assert all(found), found
+
+
+def test_to_module_and_the_next_step() -> None:
+    """to_module puts in copies of another state; the next step puts in its own, under the same Parameters."""
+    model, train, state = begun()
+    kept, best = list(model.parameters()), copy.deepcopy(state)
+    state, _ = train(state, batch(0))
+    ltx.to_module(model, best)
+    assert shows(model, best)
+    assert not shows(model, state)
+    state, _ = train(state, batch(1))
+    assert shows(model, state)
+    assert all(a is b for a, b in zip(kept, model.parameters(), strict=True))
+    assert ltx.to_module(model, state) is model
+    state, _ = train(state, batch(2))
+    assert shows(model, state), "it had the state's values already"
+
+
+@pytest.mark.parametrize("overlap", ["backward", "update"])
+def test_a_step_that_fails(overlap: Any, ranks: Ranks) -> None:
+    def run() -> list[Any]:
+        model, train, state = begun(ltx.DDPStrategy(**SMALL), overlap=overlap)
+        state, _ = train(state, batch(0))
+        was = values(model)
+        refuses(Exception, "shape", train, state, torch.ones(2, 3))  # in the forward pass
+        found = [all(torch.equal(x, was[n]) for n, x in values(model).items()) and shows(model, state)]
+        state, _ = train(state, batch(1))
+        return [*found, shows(model, state)]
+
+    assert all(run())
+    for found in ranks(2).run(run):
+        assert all(found), found
+
+
+def test_a_module_whose_state_is_invalid_says_so() -> None:
+    model, train, state = begun()
+    best = copy.deepcopy(state)
+    state.invalidate("this TrainState (step 0) is invalid: why")
+    assert "this Net has the tensors of a TrainState, and this TrainState" in said(DonatedStateError, model, X)
+    with pytest.raises(DonatedStateError):
+        train.init(model)
+    assert shows(ltx.to_module(model, best), best)
+    best, _ = train(best, batch(0))
+    assert shows(model, best)
+
+
+def test_the_modules_own_parameters_are_refused_in_a_step() -> None:
+    model = Net().eval()
+    train = ltx.train_step(
+        ltx.data_parallel(lambda p, x: ltx.functional_call(model, p, x).mean() + model(x).mean()), SGD
+    )
+    state = train.init(model)
+    refuses(StepError, "'first.weight' of Net, a parameter of shape .* isn't one of its arguments", train, state, X)
+    assert shows(model, replace(state, buffers=dict(model.named_buffers())))
+
+
+def test_the_parameters_of_a_module_as_a_dict_warn() -> None:
+    model = Net()
+    train = training(model)
+    with pytest.warns(UserWarning, match=r"With train\.init\(model\) the module follows each step"):
+        state = train.init(dict(model.named_parameters()), dict(model.named_buffers()))
+    was = values(model)
+    train(state, X)
+    assert all(torch.equal(x, was[name]) for name, x in values(model).items())
+
+
+def test_copies_of_the_module_and_the_end_of_the_state() -> None:
+    model, train, state = begun()
+    twin, other = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    torch.save(dict(model.named_parameters()), file := io.BytesIO())
+    file.seek(0)
+    assert torch.load(file, weights_only=True).keys() == dict(model.named_parameters()).keys()
+    assert pickle.loads(pickle.dumps(state)).module is None
+    was = values(model)
+    state, _ = train(state, batch(0))
+    assert all(torch.equal(x, was[name]) for each in (twin, other) for name, x in values(each).items())
+    was = values(model)
+    del state
+    gc.collect()
+    assert all(torch.equal(x, was[name]) for name, x in values(model).items())
+    model(X).sum().backward()
+    state = train.init(model, dict(model.named_buffers()))
+    assert shows(model, train(state, batch(1))[0])
+
+
+def test_two_modules_and_simulated_ranks() -> None:
+    model, train, state = begun()
+    other, train_other, state_other = begun(donate=False)
+    for number in range(2):
+        state, _ = train(state, batch(number))
+        state_other, _ = train_other(state_other, batch(number + 1))
+        assert shows(model, state)
+        assert shows(other, state_other)
+    was = values(model)
+
+    def on_rank(x: Tensor) -> Any:
+        return train(train.init(model, dict(model.named_buffers())), x)[0].params
+
+    ltx.vmap(on_rank, out_dims=None)(torch.randn(2, 8, 4))
+    assert all(torch.equal(x, was[name]) for name, x in values(model).items()), "ranks' values aren't a module's"
+    state, _ = train(state, batch(2))
+    assert shows(model, state)
