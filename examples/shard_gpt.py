@@ -23,6 +23,7 @@ import ltx
 from ltx.extend import (
     ClipByGlobalNorm,
     CommHook,
+    Packing,
     StateLayout,
     Updated,
     members_of,
@@ -37,8 +38,11 @@ from ltx.extend import (
 class Arrived(CommHook):
     """Gradients come as sums over all ranks. What is left is to divide them, as is done where they are packed."""
 
-    averages = False  # has no second derivatives
+    alike = False  # each rank has its part
     sums = False
+
+    def packing(self, dtype, axis_size):
+        return Packing(dtype, 1 / axis_size, None)  # has no second derivatives
 
     def reduce(self, inputs):
         yield from ()
@@ -59,11 +63,8 @@ class Sharded(ltx.Strategy):
     def hook(self, step):
         return Arrived()
 
-    def shares_gradients(self, step):
-        return False
-
-    def check_optimizer(self, optimizer):
-        super().check_optimizer(optimizer)
+    def check(self, optimizer, axis=None):
+        super().check(optimizer, axis)
         for member in members_of(optimizer):
             if not isinstance(member, ClipByGlobalNorm):
                 needs.require("ZeRO, optimizer", member, "Sharded")

@@ -19,6 +19,7 @@ What a hook gets and returns.
 * :class:`StartedWork`: communication that ``reduce`` has started itself, by another engine, and yields to wait for it.
 * :data:`Reduction`: the type of ``reduce``: a generator that returns :data:`Reduced`, the buffer and the next states.
 * :data:`LeafState`: the tensors that a hook keeps of one parameter, by name.
+* :class:`Packing`: what ``packing`` returns: dtype and scale of what is packed, and what the result is of it.
 * :data:`Terms`: tensors that are added to a gradient as it is packed, each with its factor.
 * :class:`AllReduce <ltx.hooks.AllReduce>`: the hook of the exact mean.
 * :func:`around`: the decorator of a hook or strategy that wraps another: it takes what it doesn't define from the
@@ -118,6 +119,7 @@ from ltx.core.gradients.reduction import (
     BucketInput,
     CollectiveRequest,
     LeafState,
+    Packing,
     Reduced,
     Reduction,
     StartedWork,
@@ -159,6 +161,7 @@ __all__ = [
     "Old",
     "Optimizer",
     "OptimizerOffers",
+    "Packing",
     "Pending",
     "PostUpdateHook",
     "PostUpdateResult",

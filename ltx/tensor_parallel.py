@@ -96,9 +96,10 @@ class Layout:
         over = dict(zip(paths, self.split_over, strict=True))
         split, every = [path for path in over if over[path]], {group for groups in over.values() for group in groups}
         beside = [path for path in over if {*over[path]} != every]
-        hooks = _hooks_in((*vars(strategy).values(), *dict.fromkeys(map(strategy.hook, range(sum(strategy.cycle))))))
-        for part in (strategy, *hooks) if split and axis.size > 1 else ():
-            lossy = isinstance(part, CommHook) and not (part.exact or part.elementwise)
+        steps, ways = range(sum(strategy.cycle or (0, 1))), (strategy.hook, strategy.post_update_hook)
+        ahead = dict.fromkeys(way(step) for way in ways for step in steps)
+        for part in _hooks_in((*vars(strategy).values(), *ahead)) if split and axis.size > 1 else ():
+            lossy = not (part.exact or part.elementwise)
             if part.needs_whole or (lossy and beside):
                 among = "" if part.needs_whole else f", and leaf {beside[0]!r}, which they share, is beside it"
                 raise UnsupportedError(

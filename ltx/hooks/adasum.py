@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 
 from ltx.errors import StrategyError
-from ltx.extend import BucketInput, CollectiveRequest, CommHook, Halving, Reduction, brief, is_plain
+from ltx.extend import BucketInput, CollectiveRequest, CommHook, Halving, Packing, Reduction, brief, is_plain
 
 _PIECE = 1 << 16
 _DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -50,7 +50,6 @@ class Adasum(CommHook):
 
     exact: ClassVar[bool] = False
     sums: ClassVar[bool] = False
-    averages: ClassVar[bool] = False
     needs_whole: ClassVar[bool] = True
 
     dtype: torch.dtype | None = None
@@ -62,16 +61,14 @@ class Adasum(CommHook):
                 f"Adasum.dtype must be a real floating dtype of torch or None, got {brief(self.dtype)}."
             )
 
-    def phases_on(self, axis_size: int) -> int:
+    def phases(self, axis_size: int) -> int:
         return 2 * Halving.levels(axis_size) + 1
 
-    def scale(self, axis_size: int) -> float:
-        return 1.0
-
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+    def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
         if dtype.is_complex:
             raise StrategyError(f"{self!r} combines real gradients, and a parameter is {dtype}.")
-        return dtype if self.dtype is None or dtype.itemsize <= self.dtype.itemsize else self.dtype
+        narrow = dtype if self.dtype is None or dtype.itemsize <= self.dtype.itemsize else self.dtype
+        return Packing(narrow, 1.0, None)
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         flat = inputs.flat

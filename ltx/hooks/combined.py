@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import singledispatch
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +16,8 @@ from ltx.extend import (
     CollectiveRequest,
     CommHook,
     LeafState,
-    Terms,
+    Packing,
+    PostUpdateHook,
     arguments,
     around,
     brief,
@@ -24,8 +26,8 @@ from ltx.extend import (
     tree,
 )
 from ltx.hooks.half import BF16, FP16
-from ltx.hooks.lossy import Compression, CompressionResult, LossyHook
-from ltx.hooks.plain import EXACT
+from ltx.hooks.lossy import Compression, CompressionResult, LossyHook, with_error_feedback
+from ltx.hooks.plain import EXACT, Noop
 
 
 @dataclass(frozen=True)
@@ -45,20 +47,18 @@ class Several(CommHook):
         return tuple(dict.fromkeys(name for hook in self.members for name in hook.state_names))
 
     @property
-    def by_path(self) -> bool:
-        return any(hook.by_path for hook in self.members)
-
-    @property
     def alike(self) -> bool:
         return all(hook.alike for hook in self.members)
 
-    def cast(self, dtype: torch.dtype) -> CommHook:
-        return self.of(lambda hook: cast(hook, dtype))
+    def each(self, paths: Sequence[str], *, part: bool = False) -> Sequence[CommHook] | None:
+        return None if all(hook.each(paths, part=part) is None for hook in self.members) else [self] * len(paths)
 
-    def with_error_feedback(self) -> CommHook | None:
-        if all(hook.with_error_feedback() is None for hook in self.members):
-            return None
-        return self.of(lambda hook: hook.with_error_feedback() or hook)
+
+@with_error_feedback.register(Several)
+def _(hook: Several) -> CommHook | None:
+    if all(with_error_feedback(member) is None for member in hook.members):
+        return None
+    return hook.of(lambda member: with_error_feedback(member) or member)
 
 
 @dataclass(frozen=True)
@@ -131,13 +131,13 @@ class Chain(LossyHook):
         needs.require("chain, inner hook", self.inner, f"chain: {self.hook!r}")
         needs.require("state in a chain, inner hook", self.inner, f"chain: {self.hook!r}")
         if self.error_feedback:
-            fed = self.hook.with_error_feedback()
+            fed = with_error_feedback(self.hook)
             if fed is not None:  # the chain uses this hook's state
                 object.__setattr__(self, "hook", fed)
         elif isinstance(self.hook, LossyHook) and self.hook.error_feedback:
             object.__setattr__(self, "error_feedback", True)
         if self.error_feedback:
-            self.inner.with_error_feedback()  # raises if the inner hook's errors are too large to feed back
+            with_error_feedback(self.inner)  # raises if the inner hook's errors are too large to feed back
 
     @property
     def reads_step(self) -> bool:
@@ -154,7 +154,7 @@ class Chain(LossyHook):
     @property
     def _inner(self) -> CommHook:
         """The inner hook as it runs: with error feedback it has to tell what it sent."""
-        return (self.inner.with_error_feedback() if self.error_feedback else None) or self.inner
+        return (with_error_feedback(self.inner) if self.error_feedback else None) or self.inner
 
     @property
     def elementwise(self) -> bool:
@@ -176,13 +176,13 @@ class Chain(LossyHook):
         hook, inner = self.hook.constant_after, self.inner.constant_after
         return None if hook is None or inner is None else max(hook, inner)
 
-    def extra_terms(self, state: LeafState, axis_size: int) -> Terms:
-        return super().extra_terms(state, axis_size) if self.error_feedback else self.hook.extra_terms(state, axis_size)
-
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        wide = super().wire_dtype(dtype) if self.error_feedback else self.hook.wire_dtype(dtype)
-        self.inner.wire_dtype(wide)  # raises for gradients that the inner hook doesn't take
-        return wide
+    def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
+        packing = self.hook.packing(dtype, axis_size)
+        if self.error_feedback:
+            own = super().packing(dtype, axis_size)
+            packing = packing._replace(dtype=own.dtype, terms=own.terms)
+        self.inner.packing(packing.dtype, axis_size)  # raises for gradients that the inner hook doesn't take
+        return packing
 
     def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
         if isinstance(self.hook, LossyHook):
@@ -204,7 +204,7 @@ class Chain(LossyHook):
         shape, dtype = buffer.shape, buffer.dtype
         bucket = Bucket.of(inputs.bucket.index, [buffer])
         hook = self._inner
-        flat = buffer.reshape(-1).to(hook.wire_dtype(dtype))
+        flat = buffer.reshape(-1).to(hook.packing(dtype, inputs.axis_size).dtype)
         inner = replace(inputs, flat=flat, bucket=bucket, states=({},))
         if isinstance(hook, LossyHook):
             sent = yield from hook.send(inner, feedback=feedback)
@@ -285,4 +285,21 @@ def cast(hook: CommHook, dtype: torch.dtype) -> CommHook:
     half = _HALVES.get(dtype)
     if half is None:
         raise StrategyError(f"cast: dtype must be torch.float16 or torch.bfloat16, got {brief(dtype)}.")
-    return half if hook == EXACT else hook.cast(dtype) or chain(hook, half)
+    return half if hook == EXACT else in_half(hook, dtype)
+
+
+@singledispatch
+def in_half(hook: CommHook, dtype: torch.dtype) -> CommHook:
+    """`hook`, which isn't AllReduce, with sums in `dtype`. Hooks that do it by themselves are registered."""
+    return chain(hook, _HALVES[dtype])
+
+
+@in_half.register(Noop)
+@in_half.register(PostUpdateHook)  # Precision.reduce is for gradients
+def _(hook: CommHook, dtype: torch.dtype) -> CommHook:
+    return hook
+
+
+@in_half.register(Several)
+def _(hook: Several, dtype: torch.dtype) -> CommHook:
+    return hook.of(lambda member: cast(member, dtype))

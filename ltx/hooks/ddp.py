@@ -23,6 +23,7 @@ from ltx.extend import (
     BucketInput,
     CommHook,
     LeafState,
+    Packing,
     Pending,
     Reduction,
     arguments,
@@ -120,8 +121,8 @@ class FromTorch(CommHook):
     def __hash__(self) -> int:
         return hash((self.hook, id(self.state)))
 
-    def scale(self, axis_size: int) -> float:
-        return 1.0  # DDP doesn't divide for hooks either
+    def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
+        return Packing(dtype, 1.0, 1.0 / axis_size)  # DDP doesn't divide for hooks either
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         axis_comm = self._comm(inputs)
@@ -337,7 +338,8 @@ class ToTorch:
                 f"{hook!r} with states {state_names}{', the last bucket' if last else ''}",
             ),
         )
-        now.axis_comm.open_phases(hook.phases_on(now.axis_comm.size))
+        phases = hook.phases
+        now.axis_comm.open_phases(phases(now.axis_comm.size) if callable(phases) else phases)
         # DDP doesn't divide a GradBucket. Packing copies, since the buffer is DDP's.
         flat = pack(grads, mine, hook, now.axis.size, states)
         now.names.append(names)

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import singledispatch
 from typing import ClassVar, NamedTuple, cast
 
 import torch
@@ -36,6 +37,7 @@ from ltx.extend import (
     CollectiveRequest,
     CommHook,
     LeafState,
+    Packing,
     Reduction,
     Terms,
     arguments,
@@ -85,21 +87,17 @@ class LossyHook(CommHook):
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
         if not self.error_feedback:
             return {}
-        return {RESIDUAL: torch.zeros_like(param, dtype=self.wire_dtype(param.dtype)).contiguous()}
+        return {RESIDUAL: torch.zeros_like(param, dtype=self.packing(param.dtype, 1).dtype).contiguous()}
 
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+    def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
         if dtype.is_complex:
             raise StrategyError(
                 f"{self!r} compresses real gradients, and a parameter is {dtype}. Use hooks.AllReduce() for a model "
                 "with complex parameters, or keep their real and imaginary parts apart (torch.view_as_real)."
             )
-        return torch.float32 if dtype.itemsize < 4 else dtype
-
-    def with_error_feedback(self) -> LossyHook:
-        return replace(self, error_feedback=True)
-
-    def extra_terms(self, state: LeafState, axis_size: int) -> Terms:
-        return [(state[RESIDUAL], 1.0)] if self.error_feedback and RESIDUAL in state else ()
+        wide = torch.float32 if dtype.itemsize < 4 else dtype
+        packing = Packing(wide, 1.0 / axis_size, 1.0 / axis_size)
+        return packing._replace(terms=_residual) if self.error_feedback else packing
 
     def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
         """Send a part of the input, which isn't empty. `feedback`: whether the caller will call ``own()``."""
@@ -125,6 +123,21 @@ class LossyHook(CommHook):
         return sent.total, [{**s, RESIDUAL: p} if RESIDUAL in s else s for s, p in residuals]
 
 
+def _residual(state: LeafState) -> Terms:
+    return [(state[RESIDUAL], 1.0)] if RESIDUAL in state else ()
+
+
+@singledispatch
+def with_error_feedback(hook: CommHook) -> CommHook | None:
+    """`hook` with error feedback; None if it makes no error."""
+    return None
+
+
+@with_error_feedback.register(LossyHook)
+def _(hook: LossyHook) -> LossyHook:
+    return replace(hook, error_feedback=True)
+
+
 @arguments.checked("hook")
 def error_feedback(hook: CommHook) -> CommHook:
     """`hook` with error feedback: what it doesn't send at a step is added to the next step's gradients.
@@ -145,8 +158,9 @@ def error_feedback(hook: CommHook) -> CommHook:
         >>> ltx.hooks.error_feedback(ltx.hooks.ByteGrad())
         ByteGrad(error_feedback=True)
     """
-    needs.require("error feedback, hook", hook)
-    return cast(CommHook, hook.with_error_feedback())
+    fed = with_error_feedback(hook)
+    needs.require("error feedback, hook", hook, "", fed)
+    return cast(CommHook, fed)
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ class PowerSGD(PowerHook):
         state = super().init(param, path)
         if self.warm_start:
             _, columns, r = thin
-            dtype = self.wire_dtype(param.dtype)
+            dtype = self.packing(param.dtype, 1).dtype
             state[Q] = self._random(r, columns, dtype, crc32(path.encode()), device=param.device)
         return state
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import ClassVar
 
 import torch
 
@@ -42,6 +41,7 @@ from ltx.extend import (
     wide,
 )
 from ltx.hooks.plain import EXACT, resolve_hook, resolved
+from ltx.strategies.nodes import refuse_complex
 from ltx.typing import Tree
 
 #: The keys of a parameter's communication state: the value at which all ranks began, and the outer velocity. The state
@@ -107,9 +107,6 @@ class DiLoCoStrategy(Strategy):
         tensor([1., 1.])
     """
 
-    stateful: ClassVar[bool] = True
-    takes_complex: ClassVar[bool] = False
-
     period: int
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
@@ -171,10 +168,12 @@ class DiLoCoStrategy(Strategy):
 
     @property
     def layout(self) -> StateLayout:
-        stateful = resolved(self.outer_hook).stateful
-        return StateLayout("per_rank", "per_rank", "per_rank", "per_rank" if stateful else "replicated")
+        hook = resolved(self.outer_hook)
+        own = hook.state_names or hook.reads_step
+        return StateLayout("per_rank", "per_rank", "per_rank", "per_rank" if own else "replicated")
 
     def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Tree:
+        refuse_complex(self, params)
         leaves = tree.flatten(params)[0]
         if self.fragments > max(1, len(leaves)):
             raise StrategyError(

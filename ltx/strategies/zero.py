@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from ltx.extend import (
     CollectiveRequest,
     Old,
     Optimizer,
+    Packing,
     PostUpdateHook,
     PostUpdateResult,
     Reduced,
@@ -46,6 +47,7 @@ from ltx.extend import (
     with_members,
 )
 from ltx.hooks import AllReduce, CommHook
+from ltx.hooks.combined import in_half
 from ltx.typing import Tree
 
 
@@ -91,17 +93,14 @@ class ZeroStrategy(Strategy):
     def hook_in_training(self, step: int) -> CommHook:
         return MeanPart()
 
-    def shares_gradients(self, step: int) -> bool:
-        return False
-
     def communicates_after_update(self, step: int) -> bool:
         return True
 
-    def post_update_hook(self, optimizer: Optimizer, step: int) -> PartUpdated:
+    def post_update_hook(self, step: int) -> PartUpdated:
         return PartUpdated()
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        super().check_optimizer(optimizer)
+    def check(self, optimizer: Optimizer, axis: Axis | None = None) -> None:
+        super().check(optimizer, axis)
         for member in members_of(optimizer):
             if not (isinstance(member, ClipByGlobalNorm) and member.takes_parts):
                 needs.require("ZeRO, optimizer", member)
@@ -207,6 +206,7 @@ def _rows(flat: Tensor, ranks: int) -> Tensor:
 class MeanPart(CommHook):
     """Reduce-scatter: rank r gets the r-th part of every mean gradient, in its place, and zeros elsewhere."""
 
+    alike: ClassVar[bool] = False
     elementwise: ClassVar[bool] = False
     sums: ClassVar[bool] = False
 
@@ -216,17 +216,20 @@ class MeanPart(CommHook):
     def exact(self) -> bool:
         return self.short is None
 
-    def cast(self, dtype: torch.dtype) -> Self:
-        return replace(self, short=dtype)
-
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype if self.short is None or dtype.itemsize < 4 or dtype.is_complex else self.short
+    def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
+        narrow = dtype if self.short is None or dtype.itemsize < 4 or dtype.is_complex else self.short
+        return Packing(narrow, 1.0 / axis_size, 1.0 / axis_size)
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         if not inputs.flat.numel():
             return inputs.flat, inputs.states
         mine = yield CollectiveRequest("psum_scatter", _side_by_side(inputs))
         return _placed(mine, inputs), inputs.states
+
+
+@in_half.register(MeanPart)
+def _(hook: MeanPart, dtype: torch.dtype) -> MeanPart:
+    return replace(hook, short=dtype)
 
 
 def _side_by_side(inputs: BucketInput) -> Tensor:
@@ -296,8 +299,8 @@ class AllParts(PartUpdated):
     phases: ClassVar[int] = 1
     shares_gradients: ClassVar[bool] = False
 
-    def scale(self, axis_size: int) -> float:
-        return 1.0
+    def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
+        return super().packing(dtype, axis_size)._replace(scale=1.0)
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         return (yield CollectiveRequest("all_gather", inputs.flat)), ()

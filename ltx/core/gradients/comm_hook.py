@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 
@@ -30,6 +30,7 @@ from ltx.core.gradients.reduction import (
     BucketInput,
     CollectiveRequest,
     LeafState,
+    Packing,
     Program,
     Reduced,
     Reduction,
@@ -39,6 +40,18 @@ from ltx.core.gradients.reduction import (
 )
 from ltx.core.ranks.axis import Axis
 
+#: What hooks were asked before, and what says it now.
+GONE = {
+    **dict.fromkeys(("scale", "wire_dtype", "extra_terms"), "packing(dtype, axis_size)"),
+    **dict.fromkeys(("averages", "derivative_scale"), "packing(dtype, axis_size), whose counts_as may be None"),
+    "by_path": "each(paths), which returns None if all have the same hook",
+    "cast": "a row of ltx.hooks.combined.in_half",
+    "phases_on": "phases, which may be a method, phases(axis_size)",
+    "stateful": "state_names, reads_step and constant_after",
+    "with_error_feedback": "a row of ltx.hooks.lossy.with_error_feedback",
+    "within": "axes(axis), of which there is one then",
+}
+
 
 @dataclass(frozen=True)
 class HookOffers:
@@ -47,8 +60,6 @@ class HookOffers:
     Attributes:
         exact: the result is the mean up to rounding in the gradients' dtype. If it isn't, second derivatives use the
             exact mean.
-        averages: the result approximates the sum of the ranks' shares. If it doesn't, the hook has no derivative, and
-            can't compute another hook's sums.
         alike: all ranks get the same result, so that parameters stay the same on all ranks.
         elementwise: each element's result depends on that element alone, so that gradients of several samples can be
             reduced side by side (``vmap`` of ``grad`` between processes).
@@ -64,19 +75,14 @@ class HookOffers:
         constant_after: the number of steps after which ``at`` always returns the same hook; None if it keeps changing.
             A hook that defines ``at`` has to set it. Compiled graphs can hold the hook from that step on; in them
             ``reduce`` gets the step as a tensor, which is enough to draw random numbers.
-        stateful: a step needs communication state: the hook's tensors, or the count of steps.
         bucket_factor: a bucket, the first excepted, holds this many times the bytes that the strategy says. It is more
             than 1 for hooks that send far less than the gradients: fewer and longer buffers cost them less.
-        phases: the largest number of requests that ``reduce`` yields for a bucket. Each phase has a channel of its own,
-            which ranks open together when a plan is new, since gradients come in different orders in the backward pass.
-        phases_on: ``phases_on(axis_size)``, the number of phases on so many ranks.
-        by_path: parameters have different hooks, which `each` returns. All parameters of a bucket have the same hook.
-        within: ``within(axis)``, the part of `axis`, one of ``axes(axis)``, whose ranks reduce among themselves; None
-            if all ranks reduce together. The step summary, with losses and weights, is reduced among the same ranks.
+        phases: the largest number of requests that ``reduce`` yields for a bucket, or a function of the number of ranks
+            that gives it. Each phase has a channel of its own, which ranks open together when a plan is new, since
+            gradients come in different orders in the backward pass.
     """
 
     exact: bool = True
-    averages: bool = True
     alike: bool = True
     elementwise: bool = False
     needs_whole: bool = False
@@ -85,16 +91,12 @@ class HookOffers:
     state_names: tuple[str, ...] = ()
     reads_step: bool = False
     constant_after: int | None = follows(lambda hook: 0 if type(hook).at is CommHook.at else None)
-    stateful: bool = follows(lambda hook: bool(hook.state_names) or hook.reads_step or hook.constant_after != 0)
     bucket_factor: int = 1
-    phases: int = 1
-    phases_on: Callable[[int], int] = follows(lambda hook: lambda axis_size: hook.phases)
-    by_path: bool = False
-    within: Callable[[Axis], Axis | None] = follows(lambda hook: lambda axis: None)
+    phases: int | Callable[[int], int] = 1
 
 
 @dataclass(frozen=True)
-class CommHook(Offering[HookOffers], Readable, kind=HookOffers):
+class CommHook(Offering[HookOffers], Readable, kind=HookOffers, gone=GONE):
     """A pure reduction of buckets, with explicit state.
 
     A hook is a value: it compares, hashes, pickles and prints. :meth:`reduce` is a generator written with
@@ -125,42 +127,25 @@ class CommHook(Offering[HookOffers], Readable, kind=HookOffers):
         """
         return self
 
-    def each(self, paths: Sequence[str], *, part: bool = False) -> Sequence[CommHook]:
-        """The hook of each parameter at `paths`, if they differ; `part`: the model has other parameters too."""
-        return [self] * len(paths)
+    def each(self, paths: Sequence[str], *, part: bool = False) -> Sequence[CommHook] | None:
+        """The hook of each parameter at `paths`, if they differ; None if this one is for all.
 
-    def with_error_feedback(self) -> CommHook | None:
-        """The hook with error feedback (:func:`ltx.hooks.error_feedback`); None if the hook makes no error."""
+        `part`: the model has other parameters too. All parameters of a bucket have the same hook.
+        """
         return None
 
     def axes(self, axis: Axis) -> tuple[Axis, ...]:
-        """The parts of `axis` (:func:`ltx.core.ranks.axis.inner`, :func:`ltx.core.ranks.axis.outer`) on which
-        :meth:`reduce` requests collectives.
+        """The axes on which :meth:`reduce` requests collectives: `axis` itself, or parts of it
+        (:func:`ltx.core.ranks.axis.inner`, :func:`ltx.core.ranks.axis.outer`).
 
-        Ranks open them together when a plan is new.
+        Ranks open them together when a plan is new. If there is one, a part, its ranks reduce among themselves: the
+        step summary, with losses and weights, is reduced among them too.
         """
-        return ()
+        return (axis,)
 
-    def cast(self, dtype: torch.dtype) -> CommHook | None:
-        """The same hook with sums that are sent in `dtype` (:func:`ltx.hooks.cast`); None if a chain has to cast."""
-        return None
-
-    def scale(self, axis_size: int) -> float:
-        """Gradients are multiplied by this number when they are packed; the step gets their sum over ranks."""
-        return 1.0 / axis_size
-
-    def derivative_scale(self, axis_size: int) -> float:
-        """Derivatives take the result for the sum over ranks times this factor."""
-        require("derivative, hook", self)
-        return 1.0 / axis_size
-
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients of `dtype` are packed and given to :meth:`reduce`."""
-        return dtype
-
-    def extra_terms(self, state: LeafState, axis_size: int) -> Terms:
-        """Tensors of a parameter's state that are added to its gradient as it is packed, with their factors."""
-        return ()
+    def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
+        """How gradients of `dtype` are packed and given to :meth:`reduce`, and what its result is of them."""
+        return Packing(dtype, 1.0 / axis_size, 1.0 / axis_size)
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         """Yield collective requests; return (the sum of all ranks' inputs, the next states)."""
@@ -169,9 +154,8 @@ class CommHook(Offering[HookOffers], Readable, kind=HookOffers):
 
 C = TypeVar("C")
 
-#: Members that an outer hook doesn't copy from the hook inside: they are about the outer hook, or follow from its other
-#: members.
-_ITS_OWN = ("at", "cast", "with_error_feedback", "reduce", "stateful", "offers")
+#: Members that an outer hook doesn't copy from the hook inside: they are about the outer hook.
+_ITS_OWN = ("at", "reduce", "offers")
 
 
 def around(field: str, base: type = CommHook, but: Collection[str] = _ITS_OWN) -> Callable[[type[C]], type[C]]:
@@ -184,8 +168,6 @@ def around(field: str, base: type = CommHook, but: Collection[str] = _ITS_OWN) -
 
     def mark(cls: type[C]) -> type[C]:
         defined = {name for c in cls.__mro__[: cls.__mro__.index(base)] for name in vars(c)}.union(but, own_fields)
-        if "phases" in defined:
-            defined.add("phases_on")  # which gives them
         for name, inherited in vars(base).items():
             if not name.startswith("_") and name not in defined:
                 setattr(cls, name, _of_field(field, name, inherited))
@@ -198,9 +180,12 @@ def around(field: str, base: type = CommHook, but: Collection[str] = _ITS_OWN) -
 
 def _of_field(field: str, name: str, inherited: Any) -> Any:
     if inherited is CommHook.each:
-        return lambda self, *args, **kwargs: [
-            replace(self, **{field: hook}) for hook in getattr(self, field).each(*args, **kwargs)
-        ]
+
+        def each(self: Any, *args: Any, **kwargs: Any) -> list[Any] | None:
+            found = getattr(self, field).each(*args, **kwargs)
+            return None if found is None else [replace(self, **{field: hook}) for hook in found]
+
+        return each
     if not callable(inherited):  # a property or a class variable
         return property(lambda self: getattr(getattr(self, field), name))
 
@@ -241,11 +226,34 @@ class ExactSum(AllReduce):
 
     factor: float
 
-    def scale(self, axis_size: int) -> float:
-        return self.factor
+    def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
+        return Packing(dtype, self.factor, self.factor)
 
-    def derivative_scale(self, axis_size: int) -> float:
-        return self.factor
+
+# --- what follows from a hook's members -------------------------------------------------------------------------------
+
+
+def stateful_hook(hook: CommHook) -> bool:
+    """Whether a step needs communication state: the hook's tensors, or the count of steps."""
+    return bool(hook.state_names) or hook.reads_step or hook.constant_after != 0
+
+
+def phases_on(hook: CommHook, axis_size: int) -> int:
+    """The number of the hook's phases on so many ranks."""
+    phases: int | Callable[[int], int] = hook.phases
+    return phases(axis_size) if callable(phases) else phases
+
+
+def shared_part(hook: CommHook, axis: Axis) -> Axis | None:
+    """The part of `axis` whose ranks reduce among themselves; None if all ranks reduce together."""
+    axes = hook.axes(axis)
+    return axes[0] if len(axes) == 1 and axes[0] is not axis else None
+
+
+def counts_as(hook: CommHook, axis_size: int) -> float:
+    """Derivatives take the hook's result for the sum over ranks times this number. Raises if they can't."""
+    require("derivative, hook", hook, "", axis_size)
+    return cast(float, hook.packing(torch.float32, axis_size).counts_as)
 
 
 def states_of(hook: CommHook, entries: LeafState) -> LeafState:
@@ -280,7 +288,8 @@ def reduce_at_once(hook: CommHook, axis: Axis, inputs: BucketInput, kind: str = 
 
 def unchanging(hook: CommHook, step: int) -> CommHook:
     """The hook that a graph compiled at `step` can hold in place of `hook`."""
-    require("graph, hook or strategy", hook, f"a graph that is compiled at step {step}", step)
+    who = f"a graph that is compiled at step {step}"
+    require("graph, hook or strategy", hook, who, step, hook.constant_after)
     return hook.at(step)
 
 
@@ -304,14 +313,14 @@ def pack(
 
     It reads large gradients only once. `empty` provides the buffer; without it the buffer is new.
     """
-    wire_dtype, scale = hook.wire_dtype(bucket.dtype), hook.scale(axis_size)
+    wire_dtype, scale, _, terms = hook.packing(bucket.dtype, axis_size)
     shape = (*batch, bucket.numel)
     if empty is None:
         flat = torch.empty(shape, dtype=wire_dtype, device=bucket.device)
     else:
         flat = empty(shape, wire_dtype, bucket.device)
     if bucket.device.type not in IN_PIECES:
-        _pack_by_foreach(grads, flat, bucket, scale, [hook.extra_terms(state, axis_size) for state in states])
+        _pack_by_foreach(grads, flat, bucket, scale, list(map(terms, states)))
         return flat
     start = 0
     for first, end in bucket.runs:
@@ -324,7 +333,7 @@ def pack(
         else:
             sizes = bucket.sizes[first:end]
             for grad, own, state in zip(grads[first:end], part.split(sizes, -1), states[first:end], strict=True):
-                _pack_one(grad, own.view(grad.shape), scale, hook.extra_terms(state, axis_size))
+                _pack_one(grad, own.view(grad.shape), scale, terms(state))
     return flat
 
 
@@ -375,11 +384,11 @@ def pack_pure(
     grads: Sequence[torch.Tensor], bucket: Bucket, hook: CommHook, axis_size: int, states: Sequence[LeafState]
 ) -> torch.Tensor:
     """:func:`pack` without in-place operations, for vmap and compiled graphs."""
-    wire_dtype, scale = hook.wire_dtype(bucket.dtype), hook.scale(axis_size)
+    wire_dtype, scale, _, terms = hook.packing(bucket.dtype, axis_size)
     parts = []
     for grad, state in zip(grads, states, strict=True):
         wide = grad.to(wire_dtype) if wire_dtype.itemsize > grad.dtype.itemsize else grad
-        parts.append(_packed(wide, scale, hook.extra_terms(state, axis_size)).to(wire_dtype).reshape(-1))
+        parts.append(_packed(wide, scale, terms(state)).to(wire_dtype).reshape(-1))
     return torch.cat(parts)
 
 

@@ -25,7 +25,7 @@ from ltx.core import comm
 from ltx.core.base.errors import StepError, StrategyError, UnsupportedError
 from ltx.core.base.private import graph_task
 from ltx.core.comm.backends import StreamFence
-from ltx.core.gradients.comm_hook import CommHook, pack, program_of, unpack
+from ltx.core.gradients.comm_hook import CommHook, pack, phases_on, program_of, shared_part, unpack
 from ltx.core.gradients.planning import Plan
 from ltx.core.gradients.reduction import (
     Bucket,
@@ -142,7 +142,7 @@ class Pending:
         A hook without collectives may wait for something else, for which peers in their backward pass mustn't wait. So
         such a hook runs only when the bucket is waited for.
         """
-        phases = hook.phases_on(self._comm.size)
+        phases = phases_on(hook, self._comm.size)
         for program in programs:
             pending = _Launched(hook, phases, program, then=then)
             self._launched.append(pending)
@@ -268,7 +268,7 @@ class ProcessSchedule(Schedule):
         self.on_end: Callable[[ProcessSchedule], None] = lambda _: None
         #: Makes the program of a bucket whose gradients are ready; :meth:`program` if None.
         self.program_of: ProgramOf | None = None
-        part = plan.hook.within(plan.axis)
+        part = shared_part(plan.hook, plan.axis)
         self._part = None if part is None or part.comm is None else part.comm
         self._shared = any(self.comm.stream_of(bucket.device) for bucket in plan.buckets)
         self._in_graphs, self._held = _issued_in_graphs() if self._shared else 0, False
@@ -446,13 +446,13 @@ class ProcessSchedule(Schedule):
 
     def total(self, bucket: Bucket) -> float | None:
         """The sum of all gradients of a complete bucket, or NaN; None if no sum was taken."""
-        same = self.hook_of(bucket).wire_dtype(bucket.dtype) == bucket.dtype
+        same = self.hook_of(bucket).packing(bucket.dtype, self.plan.axis.size).dtype == bucket.dtype
         return self.pending.total(bucket.index) if same else None
 
     @property
     def has_later_phases(self) -> bool:
         """Whether a bucket may issue more than one collective."""
-        return bool(self.hook_of().phases_on(self.plan.axis.size) > 1)
+        return phases_on(self.hook_of(), self.plan.axis.size) > 1
 
     def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         try:

@@ -53,6 +53,7 @@ from ltx.core.training.train_state import Metrics, TrainState, hand_over, torch_
 from ltx.core.transforms.functional_call import Calls
 from ltx.core.transforms.marking import marks_on_wire
 from ltx.core.transforms.run import CallOptions, Weighted
+from ltx.core.transforms.strategy import shares_gradients, stateful
 from ltx.core.transforms.strategy_update import (
     Old,
     PostUpdateHook,
@@ -323,7 +324,7 @@ class Step:
             leaves = [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in leaves]
             sync_leaves = [x.detach().requires_grad_() for x in sync_leaves]
         given = tree.unflatten(self._spec, leaves)
-        if sync_leaves or (not self.resolved.lasts and strategy.stateful):
+        if sync_leaves or (not self.resolved.lasts and stateful(strategy)):
             given = Synced(given, replace(sync, leaves=tree.unflatten(sync_spec, sync_leaves)))
         flat, within = (leaves, self._spec), self.resolved.within
         options = CallOptions(True, self.info.step, hook, self.state.frozen, flat, plan, within)
@@ -434,7 +435,7 @@ class Step:
 
         try:
             if work.unused:
-                shared = train.step.strategy.shares_gradients(info.step) and forward.run.within is None
+                shared = shares_gradients(train.step.strategy, info.step) and forward.run.within is None
                 work.report_unused(shared or info.axis.size == 1)
             with uninterrupted(self._in_place):
                 updated = self._updated(done, states, finite, mean, about_to_write)

@@ -22,6 +22,7 @@ from ltx.core.base.errors import (
 )
 from ltx.core.base.needs import require
 from ltx.core.collectives.calls import prepare_trace, traced_processes, traced_size
+from ltx.core.gradients.comm_hook import shared_part
 from ltx.core.gradients.exchange import Exchange
 from ltx.core.gradients.planning import any_derivative, in_step, requires_grad
 from ltx.core.optim import Optimizer
@@ -53,10 +54,10 @@ from ltx.core.training.settings import (
 )
 from ltx.core.training.step import Step, incomplete
 from ltx.core.training.train_state import LossScale, Metrics, TrainState, torch_states
-from ltx.core.transforms.compare import tensors_by_path
 from ltx.core.transforms.data_parallel import DataParallel
 from ltx.core.transforms.functional_call import Calls, own_grad_and_value
 from ltx.core.transforms.run import CallOptions, Weighted
+from ltx.core.transforms.strategy import in_dtype, stateful
 from ltx.core.transforms.strategy_update import PostUpdateHook, StepInfo, check_next, check_updated
 from ltx.core.transforms.sync_state import Synced, SyncState, plain_values
 from ltx.typing import Tree
@@ -91,7 +92,7 @@ class TrainStep(TrainSettings):
         if buffers is not None:
             check_kept(buffers, self.step)
         strategy, axis = self.step.strategy, comm.resolve(self.step.axis)
-        strategy.check_axis(axis)
+        strategy.check(self.optimizer, axis)
         check_devices(
             axis, dict(params.named_parameters()) if isinstance(params, torch.nn.Module) else params, "params"
         )
@@ -108,9 +109,6 @@ class TrainStep(TrainSettings):
         sync_state = self.step.init(params)
         if not private.in_transform():
             sync_state = replace(sync_state, leaves=unshared(sync_state.leaves, params))
-        for path, leaf in tensors_by_path(params):
-            if leaf.is_complex():
-                require("complex, strategy", strategy, f"train.init: parameter {path!r}, {tree.describe(leaf)},")
         if strategy.layout.params == "replicated":  # other rates would part them, with nothing to show it
             axis.ranks.exchange(comm.Signature("train.init", (), _settings(self.optimizer, self.guard)), None)
         opt_state = strategy.init_optimizer(self.optimizer, params, axis)
@@ -331,8 +329,8 @@ class TrainStep(TrainSettings):
         """
         if self.overlap != "update" or not self.step.strategy.communicates_after_update(step):
             return None
-        hook = self.step.strategy.post_update_hook(self.optimizer, step)
-        return hook if hook is None or self.step.reduce_dtype is None else hook.cast(self.step.reduce_dtype)
+        hook = self.step.strategy.post_update_hook(step)
+        return in_dtype(hook, self.step.reduce_dtype)
 
 
 @checked("donate", "has_aux")
@@ -475,21 +473,21 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
         axis = Axis("data", 1)
     else:
         axis = comm.resolve(train.step.axis)
-        strategy.check_axis(axis)
+        strategy.check(train.optimizer, axis)
     info = StepInfo(sync.checked_step(), axis)
     check_layout(strategy, info.step)
     if not traced.recording():
         _check_derivative(train, state, batch)
     drawn = torch_states() if may_raise(train) else {}
-    stateful = len(sync.leaves) > 0 or strategy.stateful
+    with_state = len(sync.leaves) > 0 or stateful(strategy)
     # torch.func treats None as a leaf, and None stands in the places of frozen parameters.
-    flat, spec = tree.flatten(Synced(state.trained, sync) if stateful else state.trained)
+    flat, spec = tree.flatten(Synced(state.trained, sync) if with_state else state.trained)
     loss_scale = loss_scale_of(train, state)
     others: list[Any] = []
 
     def mean(leaves: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
         arguments = arguments_of(tree.unflatten(spec, leaves), state.buffers, batch)
-        options = CallOptions(step=info.step, frozen=state.frozen, flat=None if stateful else (leaves, spec))
+        options = CallOptions(step=info.step, frozen=state.frozen, flat=None if with_state else (leaves, spec))
         run = train.step.run(arguments, batch.named, options)
         loss, buffers, aux = outputs_of(run, state.buffers, train.has_aux, detached=False)
         if isinstance(loss, Weighted):
@@ -523,9 +521,9 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
         mean_loss, clock = _mean_in_graph(key, loss, info.step, sync.clock)
         loss = loss if weighted else mean_loss
     elif not weighted and (traced.recording() or hook is not None):
-        loss = collectives.pmean(loss, train.step.axis if hook is None else hook.within(axis) or train.step.axis)
-    states = grads.sync_state.leaves if stateful else sync.leaves
-    grads = grads.params if stateful else grads
+        loss = collectives.pmean(loss, train.step.axis if hook is None else shared_part(hook, axis) or train.step.axis)
+    states = grads.sync_state.leaves if with_state else sync.leaves
+    grads = grads.params if with_state else grads
     if loss_scale is not None:
         inverse = 1 / loss_scale
         grads = tree.map(lambda g: (g * inverse).to(g.dtype), grads)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -139,10 +139,6 @@ class PostUpdateHook(CommHook):
     #: Whether :meth:`reduce` first reduces the gradients and then runs the optimizer by ``inputs.update``. If not, the
     #: optimizer runs on this rank's own gradients, and its new parameters are reduced.
     shares_gradients: ClassVar[bool] = False
-
-    def cast(self, dtype: torch.dtype) -> Self:
-        """This hook unchanged: ``Precision.reduce`` is for gradients."""
-        return self
 
     def part(self, param: torch.Tensor, axis: Axis) -> torch.Tensor:
         """The part of a parameter that this rank's optimizer updates."""

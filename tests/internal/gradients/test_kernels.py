@@ -59,7 +59,7 @@ def test_packing_copies_together_what_lies_alike(hook: Any, monkeypatch: pytest.
     assert seen == {"aten::_foreach_copy_": 1, several: 1, "aten::mul": 2}, "what lies otherwise is scaled on its way"
     alone = counted(lambda: comm_hook.pack(grads, bucket, hook, 1, states))
     assert alone == {"aten::_foreach_copy_": 1, "aten::mul": 2}, "no list is multiplied by 1"
-    expected = torch.cat([(g / 4).to(hook.wire_dtype(g.dtype)).reshape(-1) for g in grads])
+    expected = torch.cat([(g / 4).to(hook.packing(g.dtype, 4).dtype).reshape(-1) for g in grads])
     assert torch.equal(comm_hook.pack(grads, bucket, hook, 4, states), expected)
 
 
@@ -76,8 +76,8 @@ def test_packing_by_few_kernels(hook: ltx.hooks.CommHook, dtype: torch.dtype, se
     states: list[LeafState] = [{k: torch.randn_like(x) for k, x in hook.init(g).items()} for g in grads]
     expected = comm_hook.pack(grads, bucket, hook, 3, states)
     flat = torch.empty_like(expected)
-    terms = [hook.extra_terms(state, 3) for state in states]
-    comm_hook._pack_by_foreach(grads, flat, bucket, hook.scale(3), terms)
+    packing = hook.packing(dtype, 3)
+    comm_hook._pack_by_foreach(grads, flat, bucket, packing.scale, [packing.terms(state) for state in states])
     torch.testing.assert_close(flat, expected)
 
 
