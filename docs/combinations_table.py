@@ -16,7 +16,7 @@ from ltx import hooks, optim
 from ltx.core.base.needs import TABLE
 from ltx.core.ranks.axis import Axis
 from ltx.core.transforms.strategy import constant_after, shares_gradients
-from ltx.hooks.lossy import with_error_feedback
+from ltx.hooks.combined import with_error_feedback
 
 STRATEGIES: dict[str, ltx.Strategy] = {
     "DDPStrategy": ltx.DDPStrategy(),
@@ -78,6 +78,7 @@ _BESIDES: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "graph, hook or strategy": lambda x: (0, constant_after(x)),
     "guard in a graph, strategy": lambda x: (shares_gradients(x, 0),),
     "complex, strategy": lambda x: (_takes_complex(x),),
+    "bucket of DDP, hook": lambda x: (x.each((), part=True) is None,),
     "error feedback, hook": lambda x: (with_error_feedback(x),),
 }
 

@@ -20,18 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import cross_entropy, pad
 
 import ltx
-from ltx.extend import (
-    ClipByGlobalNorm,
-    CommHook,
-    Packing,
-    StateLayout,
-    Updated,
-    members_of,
-    needs,
-    tree,
-    unwrapped,
-    with_members,
-)
+from ltx.extend import CommHook, Packing, StateLayout, Updated, needs, optimizers, tree, unwrapped
 
 
 @dataclass(frozen=True)
@@ -65,8 +54,8 @@ class Sharded(ltx.Strategy):
 
     def check(self, optimizer, axis=None):
         super().check(optimizer, axis)
-        for member in members_of(optimizer):
-            if not isinstance(member, ClipByGlobalNorm):
+        for member in optimizers.members_of(optimizer):
+            if not isinstance(member, optimizers.ClipByGlobalNorm):
                 needs.require("ZeRO, optimizer", member, "Sharded")
 
     def init_optimizer(self, optimizer, params, axis):
@@ -74,11 +63,13 @@ class Sharded(ltx.Strategy):
 
     def update(self, update, states, info, pending):
         def of_all(member):
-            if not isinstance(member, ClipByGlobalNorm):
+            if not isinstance(member, optimizers.ClipByGlobalNorm):
                 return member
             return replace(member, norm=lambda parts: ltx.psum(member.norm(parts).square(), info.axis).sqrt())
 
-        optimizer = with_members(update.optimizer, [of_all(member) for member in members_of(update.optimizer)])
+        optimizer = optimizers.with_members(
+            update.optimizer, [of_all(member) for member in optimizers.members_of(update.optimizer)]
+        )
         params, opt_state = replace(update, optimizer=optimizer).apply()
         return Updated(params, opt_state, states, pending)
 

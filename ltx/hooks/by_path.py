@@ -13,6 +13,9 @@ from ltx.errors import StrategyError
 from ltx.extend import Axis, CommHook, HookOffers, LeafState, Packing, brief, needs, tree
 from ltx.hooks.combined import Several
 
+#: What all of its hooks have to offer.
+_OF_ALL = ("exact", "alike", "elementwise", "sums", "gives_gradients")
+
 
 @dataclass(frozen=True, repr=False)
 class Partition(Several):
@@ -37,12 +40,8 @@ class Partition(Several):
             return max(one.phases(axis_size) if callable(one.phases) else one.phases for one in each)
 
         return HookOffers(
-            exact=all(one.exact for one in each),
-            alike=all(one.alike for one in each),
-            elementwise=all(one.elementwise for one in each),
+            **{name: all(getattr(one, name) for one in each) for name in _OF_ALL},
             needs_whole=any(one.needs_whole for one in each),
-            sums=all(one.sums for one in each),
-            gives_gradients=all(one.gives_gradients for one in each),
             state_names=super().state_names,
             reads_step=any(one.reads_step for one in each),
             constant_after=max(ends) if len(ends) == len(each) else None,

@@ -26,7 +26,7 @@ from ltx.extend import (
     tree,
 )
 from ltx.hooks.half import BF16, FP16
-from ltx.hooks.lossy import Compression, CompressionResult, LossyHook, with_error_feedback
+from ltx.hooks.lossy import Compression, CompressionResult, LossyHook
 from ltx.hooks.plain import EXACT, Noop
 
 
@@ -54,11 +54,37 @@ class Several(CommHook):
         return None if all(hook.each(paths, part=part) is None for hook in self.members) else [self] * len(paths)
 
 
-@with_error_feedback.register(Several)
-def _(hook: Several) -> CommHook | None:
-    if all(with_error_feedback(member) is None for member in hook.members):
-        return None
-    return hook.of(lambda member: with_error_feedback(member) or member)
+def with_error_feedback(hook: CommHook) -> CommHook | None:
+    """`hook` with error feedback; None if it makes no error."""
+    if isinstance(hook, Several) and any(map(with_error_feedback, hook.members)):
+        return hook.of(lambda member: with_error_feedback(member) or member)
+    return replace(hook, error_feedback=True) if isinstance(hook, LossyHook) else None
+
+
+@arguments.checked("hook")
+def error_feedback(hook: CommHook) -> CommHook:
+    """`hook` with error feedback: what it doesn't send at a step is added to the next step's gradients.
+
+    Args:
+        hook: a lossy hook, or a combination of lossy hooks.
+
+    Returns:
+        The same hook with communication state ("residual", one tensor of each parameter's shape).
+
+    Raises:
+        StrategyError: the hook is exact, or has no compression error to feed back.
+
+    Source: Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes", 2019.
+
+    Example:
+        >>> import ltx
+        >>> ltx.hooks.error_feedback(ltx.hooks.ByteGrad())
+        ByteGrad(error_feedback=True)
+    """
+    fed = with_error_feedback(hook)
+    needs.require("error feedback, hook", hook, "", fed)
+    assert fed is not None
+    return fed
 
 
 @dataclass(frozen=True)
@@ -294,12 +320,6 @@ def in_half(hook: CommHook, dtype: torch.dtype) -> CommHook:
     return chain(hook, _HALVES[dtype])
 
 
-@in_half.register(Noop)
-@in_half.register(PostUpdateHook)  # Precision.reduce is for gradients
-def _(hook: CommHook, dtype: torch.dtype) -> CommHook:
-    return hook
-
-
-@in_half.register(Several)
-def _(hook: Several, dtype: torch.dtype) -> CommHook:
-    return hook.of(lambda member: cast(member, dtype))
+in_half.register(Noop, lambda hook, dtype: hook)
+in_half.register(PostUpdateHook, lambda hook, dtype: hook)  # Precision.reduce is for gradients
+in_half.register(Several, lambda hook, dtype: hook.of(lambda member: cast(member, dtype)))

@@ -25,28 +25,13 @@ steps; Tang et al., "1-bit Adam", 2021, section 4.2, calls them compressed_allre
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import singledispatch
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, cast
 
 import torch
 
 from ltx.errors import StrategyError
-from ltx.extend import (
-    BucketInput,
-    CollectiveRequest,
-    CommHook,
-    LeafState,
-    Packing,
-    Reduction,
-    Terms,
-    arguments,
-    as_bytes,
-    is_plain,
-    needs,
-    unpack,
-    view_as,
-)
+from ltx.extend import BucketInput, CollectiveRequest, CommHook, LeafState, Packing, Reduction, Terms, buffers, comm
 
 RESIDUAL = "residual"
 
@@ -117,50 +102,14 @@ class LossyHook(CommHook):
             return sent.total, sent.states
         sent, left = yield from self.send_and_keep(inputs)
         # Values that aren't finite reach all ranks, so they mustn't stay in the residual. A sum detects them.
-        if not sent.finite and not (is_plain(left) and left.sum().isfinite()):
+        if not sent.finite and not (buffers.is_plain(left) and left.sum().isfinite()):
             left.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        residuals = zip(sent.states, unpack(left, inputs.bucket, cast=False), strict=True)
+        residuals = zip(sent.states, buffers.unpack(left, inputs.bucket, cast=False), strict=True)
         return sent.total, [{**s, RESIDUAL: p} if RESIDUAL in s else s for s, p in residuals]
 
 
 def _residual(state: LeafState) -> Terms:
     return [(state[RESIDUAL], 1.0)] if RESIDUAL in state else ()
-
-
-@singledispatch
-def with_error_feedback(hook: CommHook) -> CommHook | None:
-    """`hook` with error feedback; None if it makes no error."""
-    return None
-
-
-@with_error_feedback.register(LossyHook)
-def _(hook: LossyHook) -> LossyHook:
-    return replace(hook, error_feedback=True)
-
-
-@arguments.checked("hook")
-def error_feedback(hook: CommHook) -> CommHook:
-    """`hook` with error feedback: what it doesn't send at a step is added to the next step's gradients.
-
-    Args:
-        hook: a lossy hook, or a combination of lossy hooks.
-
-    Returns:
-        The same hook with communication state ("residual", one tensor of each parameter's shape).
-
-    Raises:
-        StrategyError: the hook is exact, or has no compression error to feed back.
-
-    Source: Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes", 2019.
-
-    Example:
-        >>> import ltx
-        >>> ltx.hooks.error_feedback(ltx.hooks.ByteGrad())
-        ByteGrad(error_feedback=True)
-    """
-    fed = with_error_feedback(hook)
-    needs.require("error feedback, hook", hook, "", fed)
-    return cast(CommHook, fed)
 
 
 @dataclass(frozen=True)
@@ -216,7 +165,7 @@ class CompressedAllReduce(LossyHook):
         return self._sending(inputs, feedback, in_place=False)
 
     def send_and_keep(self, inputs: BucketInput) -> CompressionWithRemainder:
-        if not is_plain(inputs.flat):
+        if not buffers.is_plain(inputs.flat):
             return (yield from super().send_and_keep(inputs))
         sent = yield from self._sending(inputs, feedback=True, in_place=True)
         assert sent.remainder is not None
@@ -285,7 +234,7 @@ def by_greatest(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def to_message(numbers: torch.Tensor) -> torch.Tensor:
     """The bytes of the last dimension."""
-    return as_bytes(numbers).flatten(-2)
+    return comm.as_bytes(numbers).flatten(-2)
 
 
 def from_message(messages: torch.Tensor, start: int, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
@@ -294,4 +243,4 @@ def from_message(messages: torch.Tensor, start: int, count: int, dtype: torch.dt
     part = messages[:, start:end]
     if dtype.itemsize > 1:  # view_as needs numbers that are aligned to their size
         part = part.clone(memory_format=torch.contiguous_format)
-    return view_as(part, dtype), end
+    return comm.view_as(part, dtype), end

@@ -54,11 +54,10 @@ from ltx.extend import (
     Update,
     Updated,
     arguments,
+    buffers,
     comm,
     communicate_after_update,
-    is_plain,
     tree,
-    unpack,
 )
 from ltx.hooks import AllReduce, ByteGrad, CommHook
 from ltx.strategies.nodes import ByNode, NodeHook, NodeStrategy, refuse_complex
@@ -362,16 +361,16 @@ class Ring(NodeHook, PostUpdateHook):
             width = -(-bucket.numel // len(rows))
             change = _CODEC.decode(rows, width, dtype).reshape(-1)[: bucket.numel]
             moved.append(_moved([state[name] for state in states], change, bucket))
-        by_leaf = zip(*(unpack(x, bucket, cast=False) for x in (moved[0], moved[1], moved[-1])), strict=True)
+        by_leaf = zip(*(buffers.unpack(x, bucket, cast=False) for x in (moved[0], moved[1], moved[-1])), strict=True)
         known = [dict(zip(self.state_names, leaf, strict=True)) for leaf in by_leaf]
-        return PostUpdateResult(unpack(moved[0], bucket), known)
+        return PostUpdateResult(buffers.unpack(moved[0], bucket), known)
 
 
 def _moved(leaves: Sequence[torch.Tensor], change: torch.Tensor, bucket: Bucket) -> torch.Tensor:
     """The leaves, side by side, plus `change`. The sum is in the memory of `change` unless that is batched."""
-    if not is_plain(change):  # vmap forbids to write a batched tensor into one that isn't
+    if not buffers.is_plain(change):  # vmap forbids to write a batched tensor into one that isn't
         return torch.cat([x.reshape(-1) for x in leaves]) + change
-    for x, part in zip(leaves, unpack(change, bucket, cast=False), strict=True):
+    for x, part in zip(leaves, buffers.unpack(change, bucket, cast=False), strict=True):
         part.add_(x)
     return change
 

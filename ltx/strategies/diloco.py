@@ -31,14 +31,13 @@ from ltx.extend import (
     Strategy,
     Update,
     Updated,
-    advanced,
     arguments,
+    collectives,
     needs,
     negotiate,
-    sees_loss,
+    optimizers,
     states_of,
     tree,
-    wide,
 )
 from ltx.hooks.plain import EXACT, resolve_hook, resolved
 from ltx.strategies.nodes import refuse_complex
@@ -148,14 +147,14 @@ class DiLoCoStrategy(Strategy):
         return None
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
-        anchor = param.detach().to(wide(param.dtype), copy=True)
+        anchor = param.detach().to(collectives.wide(param.dtype), copy=True)
         own = dict(resolved(self.outer_hook).init(anchor, path))
         if self.fragment_sync_delay:
             own[SENT] = anchor.new_zeros(())
         if self.outer is None:
             return {**own, ANCHOR: anchor, VELOCITY: torch.zeros_like(anchor)}
         begun = self.outer.init({path: anchor})
-        if sees_loss(begun) or not all(map(torch.is_floating_point, tree.flatten(begun)[0])):
+        if optimizers.sees_loss(begun) or not all(map(torch.is_floating_point, tree.flatten(begun)[0])):
             raise StrategyError(
                 f"DiLoCoStrategy.outer: {self.outer} keeps a loss or whole numbers in its state, where there are "
                 "floating tensors alone. Count in a floating tensor, or use one of ltx.optim.from_torch's."
@@ -186,7 +185,7 @@ class DiLoCoStrategy(Strategy):
             # all ranks are here; at the first send, ranks would have to wait for each other to agree
             if self.due(at) is not None:
                 members, _ = self._fragment(params, at)
-                given = [torch.empty_like(x, dtype=wide(x.dtype)) for x in members.values()]
+                given = [torch.empty_like(x, dtype=collectives.wide(x.dtype)) for x in members.values()]
                 held = [hook.init(x, path) for path, x in zip(members, given, strict=True)]
                 negotiate(self, hook, given, list(members), StepInfo(0, axis), held, background=True)
         return super().init_optimizer(optimizer, params, axis)
@@ -297,7 +296,7 @@ class DiLoCoStrategy(Strategy):
         params = {path: state[ANCHOR]}
         spec = tree.flatten(self.outer.init(params))[1]
         own = tree.unflatten(spec, [state[OUTER.format(place)] for place in range(spec.num_leaves)])
-        params, own = self.outer.apply({path: grad}, advanced(own, lambda count: step), params)
+        params, own = self.outer.apply({path: grad}, optimizers.advanced(own, lambda count: step), params)
         return {ANCHOR: params[path], **_named(own)}
 
 

@@ -39,11 +39,11 @@ from ltx.extend import (
     arguments,
     around,
     brief,
+    buffers,
+    collectives,
     communicate_after_update,
-    times_lr,
+    optimizers,
     tree,
-    unpack,
-    wide,
 )
 from ltx.hooks.combined import in_half
 from ltx.hooks.plain import EXACT, resolve_hook, resolved
@@ -297,7 +297,7 @@ class Scaled(hooks.CommHook):
         return (*self.hook.state_names, PASSES) if self.passes else self.hook.state_names
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
-        passes = {PASSES: torch.zeros_like(param, dtype=wide(param.dtype))} if self.passes else {}
+        passes = {PASSES: torch.zeros_like(param, dtype=collectives.wide(param.dtype))} if self.passes else {}
         return {**self.hook.init(param, path), **passes}
 
     def at(self, step: int) -> hooks.CommHook:
@@ -306,7 +306,7 @@ class Scaled(hooks.CommHook):
     def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
         narrow, scale, counts_as, terms = self.hook.packing(dtype, axis_size)
         # Gradients of several passes are added before they are rounded.
-        dtype, whole = wide(dtype) if self.passes else narrow, scale * axis_size
+        dtype, whole = collectives.wide(dtype) if self.passes else narrow, scale * axis_size
         if self.op == "sum":
             return Packing(dtype, whole, counts_as and counts_as * axis_size, terms)
         return Packing(dtype, whole / (axis_size if self.predivide is None else self.predivide), counts_as, terms)
@@ -327,15 +327,13 @@ class Scaled(hooks.CommHook):
         return total, after
 
 
-@in_half.register(Scaled)
-def _(hook: Scaled, dtype: torch.dtype) -> Scaled:
-    return replace(hook, hook=hooks.cast(hook.hook, dtype))
+in_half.register(Scaled, lambda hook, dtype: replace(hook, hook=hooks.cast(hook.hook, dtype)))
 
 
 @lru_cache(maxsize=64)
 def with_scaled_lr(optimizer: Optimizer, factor: int) -> Optimizer:
     """`optimizer` with `factor` times its learning rate. Raises StrategyError unless it is one of torch's."""
-    scaled = times_lr(optimizer, factor)
+    scaled = optimizers.times_lr(optimizer, factor)
     if scaled is None:
         raise StrategyError(
             "HorovodStrategy.scale_lr multiplies the learning rate of ltx.optim.from_torch's optimizers, which "
@@ -368,7 +366,7 @@ class AdasumOfMoves(hooks.Adasum, PostUpdateHook):
         return total, ()
 
     def finish_bucket(self, bucket: Bucket, reduced: Reduced, old: Old) -> PostUpdateResult:
-        back = unpack(reduced[0], bucket)
+        back = buffers.unpack(reduced[0], bucket)
         if old.may_overwrite:
             return PostUpdateResult(old.params, old.states, partial(torch._foreach_sub_, [*old.params], back))
         return PostUpdateResult([torch.sub(p, b) for p, b in zip(old.params, back, strict=True)], old.states)

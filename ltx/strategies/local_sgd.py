@@ -26,20 +26,9 @@ import torch
 
 from ltx import hooks
 from ltx.errors import StrategyError
-from ltx.extend import (
-    Axis,
-    LeafState,
-    Optimizer,
-    StateLayout,
-    States,
-    StepInfo,
-    Strategy,
-    arguments,
-    brief,
-    inner,
-    tree,
-)
+from ltx.extend import Axis, LeafState, StateLayout, States, StepInfo, Strategy, arguments, brief, inner, tree
 from ltx.hooks.plain import EXACT, resolve_hook, resolved
+from ltx.optim import Optimizer
 from ltx.strategies.nodes import WithinNode
 from ltx.typing import Tree
 

@@ -79,7 +79,7 @@ class NodeStrategy(Strategy):
 
 
 def refuse_complex(strategy: Strategy, params: Tree) -> None:
-    """Of a strategy that keeps a state of each parameter, in real numbers."""
+    """Raise if a strategy that keeps real numbers of each parameter gets a complex one."""
     for path, leaf in zip(tree.leaf_paths(params), tree.flatten(params)[0], strict=True):
         if leaf.is_complex():
             needs.require("complex, strategy", strategy, f"train.init: parameter {path!r}, {tree.describe(leaf)},")
@@ -216,6 +216,4 @@ class WithinNode(CommHook):
         return total, inputs.states
 
 
-@in_half.register(WithinNode)
-def _(hook: WithinNode, dtype: torch.dtype) -> WithinNode:
-    return replace(hook, dtype=dtype)
+in_half.register(WithinNode, lambda hook, dtype: replace(hook, dtype=dtype))

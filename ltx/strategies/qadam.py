@@ -35,10 +35,10 @@ from ltx.extend import (
     arguments,
     around,
     brief,
+    buffers,
     needs,
     states_of,
     tree,
-    unpack,
 )
 from ltx.hooks.plain import EXACT, resolve_hook, resolved
 from ltx.optim import Optimizer
@@ -84,7 +84,7 @@ class MeanMomentum(hooks.CommHook):
     def reduce(self, inputs: BucketInput) -> Reduction:
         own = [states_of(self.among, state) for state in inputs.states]
         mean, after = yield from self.among.reduce(replace(inputs, states=own))
-        momenta = unpack(mean, inputs.bucket, cast=False)
+        momenta = buffers.unpack(mean, inputs.bucket, cast=False)
         return mean, [{**state, MOMENTUM: m} for state, m in zip(after, momenta, strict=True)]
 
 

@@ -25,7 +25,6 @@ from ltx.extend import (
     Axis,
     Bucket,
     BucketInput,
-    ClipByGlobalNorm,
     CollectiveRequest,
     Old,
     Optimizer,
@@ -41,10 +40,9 @@ from ltx.extend import (
     Update,
     Updated,
     communicate_after_update,
-    members_of,
     needs,
+    optimizers,
     tree,
-    with_members,
 )
 from ltx.hooks import AllReduce, CommHook
 from ltx.hooks.combined import in_half
@@ -101,8 +99,8 @@ class ZeroStrategy(Strategy):
 
     def check(self, optimizer: Optimizer, axis: Axis | None = None) -> None:
         super().check(optimizer, axis)
-        for member in members_of(optimizer):
-            if not (isinstance(member, ClipByGlobalNorm) and member.takes_parts):
+        for member in optimizers.members_of(optimizer):
+            if not (isinstance(member, optimizers.ClipByGlobalNorm) and member.takes_parts):
                 needs.require("ZeRO, optimizer", member)
 
     def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Shards:
@@ -144,7 +142,7 @@ class ZeroStrategy(Strategy):
     def _together(self, optimizer: Optimizer, info: StepInfo) -> Optimizer:
         """`optimizer`, in which clipping uses the norm over all ranks' parts."""
 
-        def norm(member: ClipByGlobalNorm, parts: Sequence[Tensor]) -> Tensor:
+        def norm(member: optimizers.ClipByGlobalNorm, parts: Sequence[Tensor]) -> Tensor:
             own = member.norm(parts)  # this norm is already over a mesh's other dimensions
             if info.axis.size == 1:
                 return own
@@ -153,9 +151,9 @@ class ZeroStrategy(Strategy):
             squares, _ = self.exchange(AllReduce(), squares, ["the squared norm of the gradients"], info).wait()
             return squares[0].sqrt().reshape(()).to(own.dtype)
 
-        found = members_of(optimizer)
-        each = [replace(m, norm=partial(norm, m)) if isinstance(m, ClipByGlobalNorm) else m for m in found]
-        return with_members(optimizer, each)
+        found = optimizers.members_of(optimizer)
+        each = [replace(m, norm=partial(norm, m)) if isinstance(m, optimizers.ClipByGlobalNorm) else m for m in found]
+        return optimizers.with_members(optimizer, each)
 
 
 @dataclass(frozen=True)
@@ -227,9 +225,7 @@ class MeanPart(CommHook):
         return _placed(mine, inputs), inputs.states
 
 
-@in_half.register(MeanPart)
-def _(hook: MeanPart, dtype: torch.dtype) -> MeanPart:
-    return replace(hook, short=dtype)
+in_half.register(MeanPart, lambda hook, dtype: replace(hook, short=dtype))
 
 
 def _side_by_side(inputs: BucketInput) -> Tensor:

@@ -59,8 +59,8 @@ class NewHook(extend.CommHook):
 
     def reduce(self, inputs: extend.BucketInput) -> extend.Reduction:
         flat = inputs.flat
-        if extend.is_plain(flat):
-            for some in extend.chunks(len(flat)):
+        if extend.buffers.is_plain(flat):
+            for some in extend.buffers.chunks(len(flat)):
                 flat[some].div_(self.step).round_().mul_(self.step)
         else:
             flat = (flat / self.step).round() * self.step
@@ -176,6 +176,19 @@ def test_what_is_said_is_in_what_is_offered() -> None:
     assert [NewStrategy().offers.communicates_after_update(step) for step in range(4)] == [False, True] * 2
     assert OldStrategy().offers.updates_in_buckets is False
     assert NewStrategy().offers.updates_in_buckets is True
+
+
+@pytest.mark.parametrize("base", [CommHook, Strategy])
+def test_what_is_gone_is_refused_when_a_class_is_made(base: Any) -> None:
+    """As a method, an attribute or a property; a field of the class' own may have such a name."""
+    for name in base._gone:
+        for member in (False, property(lambda self: 1), lambda self: 1):
+            refuses(
+                ltx.errors.StrategyError, rf"Mine\.{name} is gone: say it by ", type, "Mine", (base,), {name: member}
+            )
+        given = {"__annotations__": {name: int}, name: 1}
+        assert getattr(dataclass(frozen=True)(type("Mine", (base,), given))(), name) == 1
+    refuses(ImportError, r"ltx\.extend\.pack is ltx\.extend\.buffers\.pack now", exec, "from ltx.extend import pack")
 
 
 def test_what_is_refused_says_the_field() -> None:

@@ -34,13 +34,14 @@ def _updates(optimizer: Any) -> bool:
     return optimizer.offers.moves_params is not False and optimizer.offers.strategy is None
 
 
-def _packing(hook: Any, axis_size: int = 2) -> Any:
-    return hook.packing(torch.float32, axis_size)
+def _found(part: Any, offers: Any = False) -> bool:
+    """The caller has found whether `part` offers it."""
+    return bool(offers)
 
 
 def _averages(hook: Any, axis_size: int = 2) -> bool:
     """Whether its result is the sum of gradients times a number, nearly."""
-    return _packing(hook, axis_size).counts_as is not None
+    return hook.packing(torch.float32, axis_size).counts_as is not None
 
 
 _unsupported = partial(Need, error=UnsupportedError)
@@ -141,10 +142,7 @@ TABLE = {
         'guard="raise" or max_skipped', "the gradients' values", _never, f'use guard="skip" alone, or {_INSIDE}'
     ),
     "guard in a graph, strategy": _unsupported(
-        "a check of gradients in a compiled graph",
-        "equal gradients on all ranks",
-        lambda x, shares_gradients: shares_gradients,
-        _INSIDE,
+        "a check of gradients in a compiled graph", "equal gradients on all ranks", _found, _INSIDE
     ),
     "graph, strategy": _unsupported(
         "a compiled graph",
@@ -152,14 +150,14 @@ TABLE = {
         lambda x: x.updates_in_buckets and not x.communicates_besides,
         _INSIDE,
     ),
-    "complex, strategy": Need("a complex parameter", "work on complex numbers", lambda x, takes=False: takes, _REAL),
+    "complex, strategy": Need("a complex parameter", "work on complex numbers", _found, _REAL),
     "derivative, hook": _unsupported("a derivative of what is reduced", "a mean of gradients", _averages, _LOCAL),
     "sparse, hook": _unsupported("a sparse gradient", "a mean of gradients", _averages, "use x.to_dense()"),
     "chain, outer hook": Need("chain: the inner hook", "a request for sums", lambda x: x.sums, _SUMS),
     "chain, inner hook": Need(  # it must sum values that are already divided by the number of ranks
         "chain: the outer hook",
         "sums of its results",
-        lambda x: _averages(x) and _packing(x).scale == 1 / 2,
+        lambda x: x.packing(torch.float32, 2)[1:3] == (0.5, 0.5),
         _MAKES_SUMS,
     ),
     "state in a chain, inner hook": Need(
@@ -172,18 +170,12 @@ TABLE = {
         "use a hook of one phase, such as ltx.hooks.BF16(), or make the exchange within a step",
     ),
     "partition, hook": Need(
-        "hooks.partition",
-        "a hook that calls ltx's collectives in the order of buckets",
-        lambda x: x.phases != 0,
-        _OWN,
+        "hooks.partition", "a hook that calls ltx's collectives in the order of buckets", lambda x: x.phases != 0, _OWN
     ),
     "bucket of DDP, hook": Need(
-        "hooks.to_torch",
-        "one hook for all parameters, as DDP fills the buckets",
-        lambda x: x.each((), part=True) is None,
-        _ONE,
+        "hooks.to_torch", "one hook for all parameters, as DDP fills the buckets", _found, _ONE
     ),
-    "error feedback, hook": Need("error_feedback", "an error to feed back", lambda x, fed: fed is not None, _LOSSY),
+    "error feedback, hook": Need("error_feedback", "an error to feed back", _found, _LOSSY),
 }
 
 

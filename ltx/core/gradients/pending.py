@@ -25,7 +25,8 @@ from ltx.core import comm
 from ltx.core.base.errors import StepError, StrategyError, UnsupportedError
 from ltx.core.base.private import graph_task
 from ltx.core.comm.backends import StreamFence
-from ltx.core.gradients.comm_hook import CommHook, pack, phases_on, program_of, shared_part, unpack
+from ltx.core.gradients.buffers import pack, unpack
+from ltx.core.gradients.comm_hook import CommHook, phases_on, program_of, shared_part
 from ltx.core.gradients.planning import Plan
 from ltx.core.gradients.reduction import (
     Bucket,

@@ -26,7 +26,8 @@ from ltx.core.base import private, tree
 from ltx.core.base.arguments import check_fields, check_whole, seconds
 from ltx.core.base.errors import StrategyError, UnsupportedError
 from ltx.core.base.readable import Readable
-from ltx.core.gradients.comm_hook import CommHook, pack_pure, phases_on, stateful_hook
+from ltx.core.gradients.buffers import pack_pure
+from ltx.core.gradients.comm_hook import CommHook, phases_on, stateful_hook
 from ltx.core.gradients.reduction import Bucket, BucketInput, Leaf, LeafState
 from ltx.core.ranks.axis import Axis
 from ltx.typing import Tree
@@ -303,9 +304,8 @@ def by_path(
 ) -> tuple[tuple[int, ...], tuple[CommHook, ...]]:
     """The tensors' groups and hooks, if either depends on paths; raises if a pattern matches no path."""
     groups = owner.grouping(paths, order) if grouped else ()
-    has_own = type(hook).each is not CommHook.each  # the paths of a large model take time
-    each = hook.each(paths(), part=not grouped) if has_own else None
-    return groups, tuple(each or ())
+    same = type(hook).each is CommHook.each  # then the paths, which take time, aren't asked for
+    return groups, () if same else tuple(hook.each(paths(), part=not grouped) or ())
 
 
 def make_plan(

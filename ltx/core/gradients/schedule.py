@@ -21,7 +21,8 @@ import torch
 from ltx.core.base import private
 from ltx.core.base.errors import UnsupportedError
 from ltx.core.comm.operations import OPERATIONS, mark_started
-from ltx.core.gradients.comm_hook import CommHook, ExactSum, counts_as, reduce_at_once, unpack
+from ltx.core.gradients.buffers import unpack
+from ltx.core.gradients.comm_hook import CommHook, ExactSum, counts_as, reduce_at_once
 from ltx.core.gradients.planning import Plan
 from ltx.core.gradients.reduction import (
     Bucket,

@@ -179,9 +179,8 @@ def host_asks(train: TrainSettings, step: int) -> bool:
 
 def must_sync_finite(train: TrainSettings, info: StepInfo) -> bool:
     """Whether ranks have to ask each other if gradients are finite, because they don't share them."""
-    if not checks_finite(train) or info.axis.size == 1:
-        return False
-    return not shares_gradients(train.step.strategy, info.step, info.axis)
+    alone = not checks_finite(train) or info.axis.size == 1
+    return not (alone or shares_gradients(train.step.strategy, info.step, info.axis))
 
 
 def runs_ahead(info: StepInfo, tensors: Sequence[torch.Tensor]) -> bool:

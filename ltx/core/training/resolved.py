@@ -30,7 +30,7 @@ from ltx.core.training.guard import must_sync_finite, runs_ahead
 from ltx.core.training.settings import check_layout
 from ltx.core.training.train_state import TrainState
 from ltx.core.transforms.run import Run
-from ltx.core.transforms.strategy import stateful
+from ltx.core.transforms.strategy import in_dtype, stateful
 from ltx.core.transforms.strategy_update import PostUpdateHook, StepInfo
 from ltx.typing import Tree
 
@@ -114,7 +114,8 @@ def resolve(train: Any, params: Tree, leaves: list[torch.Tensor], spec: Any, inf
     strategy.check(train.optimizer, axis)
     check_layout(strategy, step)
     late = axis.size > 1 and strategy.communicates_after_update(step)
-    post_update_hook = train.post_update_hook(step) if late and axis.comm is not None else None
+    by_bucket = late and axis.comm is not None and train.overlap == "update"
+    post_update_hook = in_dtype(strategy.post_update_hook(step), train.step.reduce_dtype) if by_bucket else None
     hook = train.step.hook(step, training=True)
     everyone = late or must_sync_finite(train, info)
     among = axis if everyone or hook is None else shared_part(hook, axis) or axis

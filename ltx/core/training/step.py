@@ -19,7 +19,7 @@ import torch
 from ltx.core import comm
 from ltx.core.base import tree
 from ltx.core.base.errors import LtxError, WeightError
-from ltx.core.gradients.comm_hook import unpack
+from ltx.core.gradients.buffers import unpack
 from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.reduction import Bucket, LeafState, Program, Reduced
 from ltx.core.optim.base import Update, advanced, apply_leaves, with_loss

@@ -57,8 +57,8 @@ from ltx.core.training.train_state import LossScale, Metrics, TrainState, torch_
 from ltx.core.transforms.data_parallel import DataParallel
 from ltx.core.transforms.functional_call import Calls, own_grad_and_value
 from ltx.core.transforms.run import CallOptions, Weighted
-from ltx.core.transforms.strategy import in_dtype, stateful
-from ltx.core.transforms.strategy_update import PostUpdateHook, StepInfo, check_next, check_updated
+from ltx.core.transforms.strategy import stateful
+from ltx.core.transforms.strategy_update import StepInfo, check_next, check_updated
 from ltx.core.transforms.sync_state import Synced, SyncState, plain_values
 from ltx.typing import Tree
 
@@ -321,16 +321,6 @@ class TrainStep(TrainSettings):
             check_replicas(state, axis)
             if compared is not None:
                 compared.add(TrainStep, None)
-
-    def post_update_hook(self, step: int) -> PostUpdateHook | None:
-        """The hook that communicates each bucket of parameters after the optimizer, in step `step`, counted from 0.
-
-        None if ranks don't communicate there, or only after the optimizer has run on all parameters.
-        """
-        if self.overlap != "update" or not self.step.strategy.communicates_after_update(step):
-            return None
-        hook = self.step.strategy.post_update_hook(step)
-        return in_dtype(hook, self.step.reduce_dtype)
 
 
 @checked("donate", "has_aux")

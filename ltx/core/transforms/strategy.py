@@ -13,7 +13,7 @@ from ltx.core.base import tree
 from ltx.core.base.arguments import Offering, follows
 from ltx.core.base.handed_in import HandedIn
 from ltx.core.base.needs import require
-from ltx.core.gradients.comm_hook import CommHook, shared_part, stateful_hook, unchanging
+from ltx.core.gradients.comm_hook import CommHook, shared_part, stateful_hook
 from ltx.core.gradients.exchange import Exchange
 from ltx.core.gradients.planning import BucketSettings, Plan, make_plan
 from ltx.core.gradients.reduction import LeafState
@@ -30,12 +30,6 @@ OfStep = Callable[[int], T]
 
 def _has_own(strategy: Strategy, *methods: str) -> bool:
     return any(getattr(type(strategy), method) is not getattr(Strategy, method) for method in methods)
-
-
-def _cycle_of(hook: CommHook | None) -> tuple[int, int] | None:
-    """That of a strategy whose hook follows from its first one."""
-    last_change: int | None = getattr(hook, "constant_after", 0)
-    return None if last_change is None else (last_change, 1)
 
 
 #: What strategies were asked before, and what says it now.
@@ -66,7 +60,9 @@ class StrategyOffers:
     """
 
     layout: StateLayout = StateLayout()
-    cycle: tuple[int, int] | None = follows(lambda strategy: _cycle_of(strategy.hook(0)))
+    cycle: tuple[int, int] | None = follows(
+        lambda strategy: None if (last := getattr(strategy.hook(0), "constant_after", 0)) is None else (last, 1)
+    )
     hook_in_training: OfStep[CommHook | None] = follows(lambda strategy: strategy.hook)
     communicates_after_update: OfStep[bool] = follows(lambda strategy: lambda n: _has_own(strategy, "after_update"))
     communicates_besides: bool = follows(lambda strategy: _has_own(strategy, "begin", "update", "after_update"))
@@ -208,11 +204,8 @@ def negotiate(
 
 def constant_after(strategy: Strategy) -> int | None:
     """The number of steps after which ``hook(step)`` stays the same; None if it keeps changing."""
-    if strategy.cycle is None:
-        return None
-    first, length = strategy.cycle
-    last = strategy.hook(first)
-    return first if all(strategy.hook(first + i) == last for i in range(1, length)) else None
+    first, length = strategy.cycle or (None, 0)
+    return None if first is None or len({*map(strategy.hook, range(first, first + length))}) > 1 else first
 
 
 @lru_cache(maxsize=64)
@@ -241,10 +234,12 @@ def hooks_ahead(strategy: Strategy) -> tuple[CommHook | None, ...]:
 
 def constant_hook(strategy: Strategy, step: int) -> CommHook | None:
     """The hook for a graph that is compiled at `step` and runs at all later steps. Raises if the hook changes."""
-    last_change, who = constant_after(strategy), f"a graph that is compiled at step {step}"
-    require("graph, hook or strategy", strategy, who, step, last_change)
-    hook = strategy.hook(step)
-    return None if hook is None else unchanging(hook, step)
+    who, hook = f"a graph that is compiled at step {step}", strategy.hook(step)
+    require("graph, hook or strategy", strategy, who, step, constant_after(strategy))
+    if hook is None:
+        return None
+    require("graph, hook or strategy", hook, who, step, hook.constant_after)
+    return hook.at(step)
 
 
 def default_strategy() -> Strategy:

@@ -23,7 +23,8 @@ import torch
 from ltx.core.base import traced, tree
 from ltx.core.base.arguments import brief, outcome
 from ltx.core.base.errors import StrategyError
-from ltx.core.gradients.comm_hook import CommHook, is_plain, prefers_few_calls
+from ltx.core.gradients.buffers import is_plain, prefers_few_calls
+from ltx.core.gradients.comm_hook import CommHook
 from ltx.core.gradients.exchange import Exchange
 from ltx.core.gradients.reduction import Bucket, LeafState, Reduced
 from ltx.core.optim.base import Update
