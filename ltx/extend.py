@@ -20,7 +20,6 @@ What a hook gets and returns.
 * :data:`Reduction`: the type of ``reduce``: a generator that returns :data:`Reduced`, the buffer and the next states.
 * :data:`LeafState`: the tensors that a hook keeps of one parameter, by name.
 * :class:`Packing`: what ``packing`` returns: dtype and scale of what is packed, and what the result is of it.
-* :data:`Terms`: tensors that are added to a gradient as it is packed, each with its factor.
 * :class:`AllReduce <ltx.hooks.AllReduce>`: the hook of the exact mean.
 * :func:`around`: the decorator of a hook or strategy that wraps another: it takes what it doesn't define from the
   wrapped one.
@@ -42,11 +41,8 @@ What a strategy gets and returns.
 * :class:`Old`, :class:`PostUpdateResult`: the old state that ``PostUpdateHook.finish_bucket`` gets, and what it
   returns.
 
-New collectives.
+Tensors and messages.
 
-* :class:`Rule`: defines a collective: what is sent, the result, and the derivative.
-* :func:`collective`: applies a rule to a tree of tensors, on processes, on simulated ranks and in graphs.
-* :func:`one_message`: decorates a function that calls it once: peers learn of its errors, ``async_`` accepts it.
 * :func:`recording`: whether a tracer is recording the code that runs now; then no values may be read.
 * :func:`unwrapped`: a tensor without the wrappers of torch.func's levels.
 * :func:`brief`: the ``repr`` of a user's value for an error, shortened; it never raises.
@@ -68,8 +64,11 @@ Modules. The names listed here are stable.
   ``members_of``, ``with_members`` for chains; ``times_lr``, an optimizer with a multiple of its rate; ``advanced``,
   ``sees_loss``, a state with another count of steps, and whether it takes the loss; ``ClipByGlobalNorm``, of which a
   strategy replaces ``norm`` if ranks have parts of the gradients.
-* :mod:`collectives`: ``wide``, the dtype in which numbers are summed, float32 at least; ``told``, which gives every
-  rank's host a few integers of every rank; ``Halving``, a rank's part of the adaptive sum (:func:`ltx.adasum`).
+* :mod:`collectives`: ``Rule``, which defines a collective: what is sent, the result, and the derivative; ``collective``
+  applies it to a tree of tensors, on processes, on simulated ranks and in graphs; ``one_message`` decorates a function
+  that calls it once: peers learn of its errors, ``async_`` accepts it. ``wide``: the dtype in which numbers are summed,
+  float32 at least. ``told`` gives every rank's host a few integers of every rank; ``Halving`` is a rank's part of the
+  adaptive sum (:func:`ltx.adasum`).
 * :mod:`comm`: the communication of an axis of processes, for code that issues collectives like ``to_torch``:
   ``resolve``, ``AxisComm``, ``Signature``, ``to_device``; ``as_bytes``, ``view_as``, a tensor's bits as another
   dtype's, under vmap too; ``HOST_BLOCKING``, the names of backends whose waits block the host: add yours if it is one.
@@ -84,8 +83,6 @@ from ltx.core.base import arguments, needs, noise, tree
 from ltx.core.base.arguments import brief
 from ltx.core.base.private import unwrapped
 from ltx.core.base.traced import recording
-from ltx.core.collectives.calls import collective
-from ltx.core.collectives.futures import one_message
 from ltx.core.gradients import buffers
 from ltx.core.gradients.comm_hook import AllReduce, CommHook, HookOffers, around, states_of
 from ltx.core.gradients.exchange import Exchange
@@ -100,12 +97,10 @@ from ltx.core.gradients.reduction import (
     Reduced,
     Reduction,
     StartedWork,
-    Terms,
     drive_within,
 )
 from ltx.core.optim.base import Optimizer, OptimizerOffers, Update
 from ltx.core.ranks.axis import Axis, inner, outer
-from ltx.core.ranks.backings import Rule
 from ltx.core.transforms.strategy import Strategy, StrategyOffers, negotiate
 from ltx.core.transforms.strategy_update import (
     Old,
@@ -138,21 +133,18 @@ __all__ = [
     "PostUpdateResult",
     "Reduced",
     "Reduction",
-    "Rule",
     "StartedWork",
     "StateLayout",
     "States",
     "StepInfo",
     "Strategy",
     "StrategyOffers",
-    "Terms",
     "Update",
     "Updated",
     "arguments",
     "around",
     "brief",
     "buffers",
-    "collective",
     "collectives",
     "comm",
     "communicate_after_update",
@@ -161,7 +153,6 @@ __all__ = [
     "needs",
     "negotiate",
     "noise",
-    "one_message",
     "optimizers",
     "outer",
     "recording",
@@ -175,7 +166,7 @@ __all__ = [
 _MOVED = {
     "buffers": "CHUNK chunks is_plain pack prefers_few_calls unpack",
     "collectives": "Halving told wide",
-    "comm": "HOST_BLOCKING as_bytes view_as",
+    "comm": "as_bytes view_as",
     "optimizers": "ClipByGlobalNorm advanced members_of sees_loss times_lr with_members",
 }
 

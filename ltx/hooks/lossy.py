@@ -31,7 +31,7 @@ from typing import ClassVar, NamedTuple, cast
 import torch
 
 from ltx.errors import StrategyError
-from ltx.extend import BucketInput, CollectiveRequest, CommHook, LeafState, Packing, Reduction, Terms, buffers, comm
+from ltx.extend import BucketInput, CollectiveRequest, CommHook, LeafState, Packing, Reduction, buffers, comm
 
 RESIDUAL = "residual"
 
@@ -108,7 +108,7 @@ class LossyHook(CommHook):
         return sent.total, [{**s, RESIDUAL: p} if RESIDUAL in s else s for s, p in residuals]
 
 
-def _residual(state: LeafState) -> Terms:
+def _residual(state: LeafState) -> Sequence[tuple[torch.Tensor, float]]:
     return [(state[RESIDUAL], 1.0)] if RESIDUAL in state else ()
 
 

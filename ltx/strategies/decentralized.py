@@ -50,7 +50,6 @@ from ltx.extend import (
     StateLayout,
     States,
     StepInfo,
-    Terms,
     Update,
     Updated,
     arguments,
@@ -313,7 +312,7 @@ class Ring(NodeHook, PostUpdateHook):
     def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
         m = min(self.node_size, axis_size)
 
-        def terms(state: LeafState) -> Terms:
+        def terms(state: LeafState) -> list[tuple[torch.Tensor, float]]:
             own, *others = (state[name] for name in self.known(axis_size))
             return [(own, -5 / 3 / m), *((other, 2 / 3 / len(others) / m) for other in others)]
 

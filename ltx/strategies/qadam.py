@@ -29,7 +29,6 @@ from ltx.extend import (
     StateLayout,
     States,
     StepInfo,
-    Terms,
     Update,
     Updated,
     arguments,
@@ -76,7 +75,7 @@ class MeanMomentum(hooks.CommHook):
     def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
         among = self.among.packing(dtype, axis_size)
 
-        def terms(state: LeafState) -> Terms:
+        def terms(state: LeafState) -> list[tuple[torch.Tensor, float]]:
             return [(state[MOMENTUM], self.beta1 / axis_size), *among.terms(state)]
 
         return among._replace(scale=(1 - self.beta1) / axis_size, terms=terms)

@@ -346,7 +346,8 @@ def make_plan(
 
     if compare:
         agreement = axis.ranks.agree_on_plan(key, described, lambda: list(arrival()), background=background)
-        for on in () if background else dict.fromkeys((axis, *hook.axes(axis))):  # all ranks open them together
+        axes = dict.fromkeys((axis, *hook.axes(axis)))  # all ranks open the hook's axes together
+        for on in () if background else axes:
             on.ranks.open_phases(phases_on(hook, axis.size))
     order = tuple(agreement.offer) if agreement is not None else tuple(arrival())
     sizes = owner.sizes

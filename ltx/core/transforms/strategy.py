@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from ltx.core.base import tree
+from ltx.core.base import traced, tree
 from ltx.core.base.arguments import Offering, follows
 from ltx.core.base.handed_in import HandedIn
 from ltx.core.base.needs import require
@@ -208,9 +208,14 @@ def constant_after(strategy: Strategy) -> int | None:
     return None if first is None or len({*map(strategy.hook, range(first, first + length))}) > 1 else first
 
 
-@lru_cache(maxsize=64)
+@traced.at_trace_time
 def stateful(strategy: Strategy) -> bool:
     """Whether a step needs communication state, even if only for the count of steps."""
+    return _stateful(strategy)
+
+
+@lru_cache(maxsize=64)
+def _stateful(strategy: Strategy) -> bool:
     hook = strategy.hook(0)
     counts = constant_after(strategy) != 0 or (hook is not None and stateful_hook(hook))
     return counts or bool(strategy.init(torch.zeros(1, device="cpu")))
