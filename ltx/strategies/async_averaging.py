@@ -137,20 +137,13 @@ class AsyncAveraging(NodeStrategy):
             return _MEAN if step < self.warmup_steps else None
         return ByNode(self.together, _MEAN) if step < self.warmup_steps else WithinNode(self.together)
 
-    def shares_gradients(self, step: int) -> bool:
-        return step < self.warmup_steps
-
-    @property
-    def constant_after(self) -> int:
-        return self.warmup_steps
-
     @property
     def cycle(self) -> tuple[int, int]:
         return self.warmup_steps, 1 if self.schedule is None else self.schedule[0]
 
-    def check_axis(self, axis: Axis) -> None:
-        super().check_axis(axis)
-        if self.schedule is None and axis.size > 1:
+    def check(self, optimizer: Optimizer, axis: Axis | None = None) -> None:
+        super().check(optimizer, axis)
+        if self.schedule is None and axis is not None and axis.size > 1:
             axis.ranks.need(
                 "clock",
                 "AsyncAveraging: simulated ranks have no clock, as all of them step together. Give the rounds a "

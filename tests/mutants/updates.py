@@ -53,9 +53,9 @@ MUTANTS = (
     ),
     Mutant(
         name="strategies: within a node divided by all ranks",
-        where="WithinNode.scale",
-        old="return 1.0 if axis_size == 1 else 1.0 / self.ranks",
-        new="return 1.0 / axis_size",
+        where="WithinNode.packing",
+        old="1.0 if axis_size == 1 else 1.0 / self.ranks",
+        new="1.0 / axis_size",
         breaks="gradients within nodes are too small",
         tests=("tests/contract/strategies/test_local_sgd.py::test_a_node_waits_for_no_other",),
     ),
@@ -80,7 +80,7 @@ MUTANTS = (
     ),
     Mutant(
         name="strategies: QAdam's momentum isn't decayed",
-        where="MeanMomentum.extra_terms",
+        where="MeanMomentum.packing",
         old="(state[MOMENTUM], self.beta1 / axis_size)",
         new="(state[MOMENTUM], 1 / axis_size)",
         breaks="momenta grow at every step",

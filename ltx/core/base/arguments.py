@@ -15,7 +15,7 @@ import numbers
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import field, fields, replace
 from datetime import timedelta
 from operator import attrgetter
@@ -122,15 +122,20 @@ class Offering(Generic[R]):
 
     ``offers`` is a dataclass, `kind`, whose fields have defaults. A class says what differs by an attribute, a property
     or a method of a field's name, ``elementwise = True``, or by an `offers` of its own. Whatever way, `offers` has all
-    of them, and each can be read by its name.
+    of them, and each can be read by its name. `gone` are names of before, with what is written now: a class that has
+    one, other than as a field of its own, is refused.
     """
 
     _kind: ClassVar[Any]
+    _gone: ClassVar[Mapping[str, str]] = {}
 
-    def __init_subclass__(cls, kind: type | None = None, **others: Any) -> None:
+    def __init_subclass__(cls, kind: type | None = None, gone: Mapping[str, str] | None = None, **others: Any) -> None:
         super().__init_subclass__(**others)
-        cls._kind = kind or cls._kind
-        own = set(vars(cls))
+        cls._kind, cls._gone = kind or cls._kind, cls._gone if gone is None else gone
+        own, hints = set(vars(cls)), inspect.get_annotations(cls)
+        for name in own & cls._gone.keys():
+            if name not in hints or "ClassVar" in str(hints[name]):
+                raise StrategyError(f"{cls.__name__}.{name} is gone: say it by {cls._gone[name]}.")
         for each in fields(cls._kind):
             of = each.metadata.get("follows")
             if kind is not None:

@@ -36,6 +36,7 @@ from torch.autograd import forward_ad
 from ltx.core.base import private
 from ltx.core.base.errors import UnsupportedError
 from ltx.core.collectives.linear import Function, apply, index_below
+from ltx.core.gradients.comm_hook import counts_as
 from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.reduction import Bucket
 from ltx.core.gradients.schedule import Dims, Schedule
@@ -133,9 +134,9 @@ def _zeros_later(like: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def _counted(schedule: Schedule, dims: Dims, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The sum over ranks times the hook's ``derivative_scale``, most often the mean; differentiable."""
+    """The sum over ranks times what the hook's result counts as, most often the mean; differentiable."""
     axis = schedule.plan.axis
-    factor = schedule.plan.hook.derivative_scale(axis.size)
+    factor = counts_as(schedule.plan.hook, axis.size)
     at, left = [i for i, here in enumerate(dims) if here], _left(axis, dims)
     if left is None:
         return [(t.sum(at, keepdim=True) * factor).expand_as(t).contiguous() for t in tensors]

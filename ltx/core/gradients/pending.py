@@ -26,7 +26,8 @@ from ltx.core import comm
 from ltx.core.base.errors import StepError, StrategyError, UnsupportedError
 from ltx.core.base.private import graph_task
 from ltx.core.comm.backends import CommStream
-from ltx.core.gradients.comm_hook import CommHook, pack, program_of, unpack
+from ltx.core.gradients.buffers import pack, unpack
+from ltx.core.gradients.comm_hook import CommHook, phases_on, program_of, shared_part
 from ltx.core.gradients.planning import Plan
 from ltx.core.gradients.reduction import (
     Bucket,
@@ -148,7 +149,7 @@ class Pending:
 
     def reduce(self, hook: CommHook, inputs: BucketInput, then: Callable[[Reduced], None] | None = None) -> None:
         """Start the reduction of the next bucket by `hook`, and continue the buckets before it."""
-        self.launch({len(self): program_of(hook, inputs)}, hook.phases_on(self._comm.size), then)
+        self.launch({len(self): program_of(hook, inputs)}, phases_on(hook, self._comm.size), then)
         self.poll()
 
     def _advance(self, place: int, whole: bool = False) -> None:
@@ -268,7 +269,7 @@ class ProcessSchedule(Schedule):
         #: Makes the program of a bucket whose gradients are ready; :meth:`program` if None.
         self.program_of: ProgramOf | None = None
         self._sends: dict[bool, tuple[CommHook, int]] = {}
-        part = plan.hook.within(plan.axis)
+        part = shared_part(plan.hook, plan.axis)
         self._part = None if part is None or part.comm is None else part.comm
         ordered = [self.comm.stream_of(device) is not None for device in {bucket.device for bucket in plan.buckets}]
         self._shared, self._polls = any(ordered), not all(ordered)
@@ -459,14 +460,14 @@ class ProcessSchedule(Schedule):
 
     def total(self, bucket: Bucket) -> float | None:
         """The sum of all gradients of a complete bucket, or NaN; None if no sum was taken."""
-        same = self.hook_of(bucket).wire_dtype(bucket.dtype) == bucket.dtype
+        same = self.hook_of(bucket).packing(bucket.dtype, self.plan.axis.size).dtype == bucket.dtype
         return self.pending.total(bucket.index) if same else None
 
     def _sent(self) -> tuple[CommHook, int]:
         """The hook that this pass applies to all buckets, and the number of collectives that each may issue."""
         if self.again not in self._sends:
             hook = self.hook_of()
-            self._sends[self.again] = hook, hook.phases_on(self.plan.axis.size)
+            self._sends[self.again] = hook, phases_on(hook, self.plan.axis.size)
         return self._sends[self.again]
 
     def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -26,7 +26,8 @@ from ltx.core.base import private, tree
 from ltx.core.base.arguments import check_fields, check_whole, seconds
 from ltx.core.base.errors import StrategyError, UnsupportedError
 from ltx.core.base.readable import Readable
-from ltx.core.gradients.comm_hook import CommHook, pack_pure
+from ltx.core.gradients.buffers import pack_pure
+from ltx.core.gradients.comm_hook import CommHook, phases_on, stateful_hook
 from ltx.core.gradients.reduction import Bucket, BucketInput, Leaf, LeafState
 from ltx.core.ranks.axis import Axis
 from ltx.typing import Tree
@@ -309,7 +310,8 @@ def by_path(
 ) -> tuple[tuple[int, ...], tuple[CommHook, ...]]:
     """The tensors' groups and hooks, if either depends on paths; raises if a pattern matches no path."""
     groups = owner.grouping(paths, order) if grouped else ()
-    return groups, tuple(hook.each(paths(), part=not grouped)) if hook.by_path else ()
+    same = type(hook).each is CommHook.each  # then the paths, which take time, aren't asked for
+    return groups, () if same else tuple(hook.each(paths(), part=not grouped) or ())
 
 
 def make_plan(
@@ -351,9 +353,8 @@ def make_plan(
     if compare:
         channel = "background" if background else "buckets"
         agreement = axis.ranks.confirm(lambda: key, described, lambda: list(arrival()), channel)
-        axes = hook.axes(axis)  # all ranks open the hook's axes together
-        for on in () if background else (axis, *axes):
-            on.ranks.open_phases(hook.phases_on(axis.size))
+        for on in () if background else dict.fromkeys((axis, *hook.axes(axis))):  # all ranks open them together
+            on.ranks.open_phases(phases_on(hook, axis.size))
     order = tuple(agreement.offer) if agreement is not None else tuple(arrival())
     sizes = owner.sizes
     on_streams = any(map(axis.ranks.stream_of, set(map(itemgetter(2), leaves))))
@@ -361,4 +362,4 @@ def make_plan(
         sizes = (STREAM_BYTES, sizes[1])
     groups, each = by_path(owner, hook, paths, order, grouped)
     plan = _plan(axis, hook, sizes, leaves, order, groups, each, names, agreement)
-    return replace(plan, step=step) if hook.stateful else plan
+    return replace(plan, step=step) if stateful_hook(hook) else plan

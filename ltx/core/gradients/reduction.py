@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from types import GeneratorType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -106,6 +106,24 @@ LeafState = dict[str, torch.Tensor]
 
 #: The terms of a sum: tensors, each with its factor.
 Terms = Sequence[tuple[torch.Tensor, float]]
+
+
+class Packing(NamedTuple):
+    """How gradients become what :meth:`CommHook.reduce` gets, and what its result is of them.
+
+    Attributes:
+        dtype: the dtype in which they are packed.
+        scale: they are multiplied by this number when they are packed. The step gets the sum over ranks.
+        counts_as: the result is their sum over ranks times this number, or close to it: derivatives of a step, and of
+            derivatives, take it for that. None: it isn't, and has no derivative.
+        terms: ``terms(state)``, the tensors of a parameter's state that are added to its gradient as it is packed, with
+            their factors.
+    """
+
+    dtype: torch.dtype
+    scale: float
+    counts_as: float | None
+    terms: Callable[[LeafState], Terms] = lambda state: ()
 
 
 #: The collectives that a reduction may ask for, and the static arguments of their rules.

@@ -21,7 +21,8 @@ import torch
 from ltx.core.base import private
 from ltx.core.base.errors import UnsupportedError
 from ltx.core.comm.operations import OPERATIONS, mark_started
-from ltx.core.gradients.comm_hook import CommHook, ExactSum, reduce_at_once, unpack
+from ltx.core.gradients.buffers import unpack
+from ltx.core.gradients.comm_hook import CommHook, ExactSum, counts_as, reduce_at_once
 from ltx.core.gradients.planning import Plan
 from ltx.core.gradients.reduction import (
     Bucket,
@@ -58,7 +59,7 @@ class Schedule(ABC):
     def hook_of(self, bucket: Bucket | None = None) -> CommHook:
         """The hook that this pass applies to a bucket, or to all buckets."""
         hook = self.plan.hook if bucket is None else self.plan.hook_of(bucket)
-        return ExactSum(hook.derivative_scale(self.plan.axis.size)) if self.again else hook
+        return ExactSum(counts_as(hook, self.plan.axis.size)) if self.again else hook
 
     def in_forward(self) -> AbstractContextManager[None]:
         """A context around the forward pass of a plain step."""

@@ -14,7 +14,7 @@ from ltx.core import collectives, comm
 from ltx.core.base import tree
 from ltx.core.base.errors import StepError, UnusedParameterWarning, no_mean
 from ltx.core.collectives.reduce import unusable
-from ltx.core.gradients.comm_hook import unpack
+from ltx.core.gradients.buffers import unpack
 from ltx.core.gradients.marker import Marker
 from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.planning import Plan

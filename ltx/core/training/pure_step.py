@@ -12,6 +12,7 @@ from ltx.core import collectives, comm
 from ltx.core.base import private, traced, tree
 from ltx.core.base.errors import UnsupportedError
 from ltx.core.collectives.calls import prepare_trace, traced_processes, traced_size
+from ltx.core.gradients.comm_hook import shared_part
 from ltx.core.gradients.planning import any_derivative
 from ltx.core.ranks.axis import Axis
 from ltx.core.training.backward import BackwardResult
@@ -23,6 +24,7 @@ from ltx.core.training.step import Step
 from ltx.core.training.train_state import Metrics, TrainState
 from ltx.core.transforms.functional_call import Calls, own_grad_and_value
 from ltx.core.transforms.run import CallOptions, Weighted
+from ltx.core.transforms.strategy import stateful
 from ltx.core.transforms.strategy_update import StepInfo, Updated
 from ltx.core.transforms.sync_state import Synced, SyncState, plain_values
 from ltx.typing import Tree
@@ -45,7 +47,7 @@ class PureStep(Step):
             if train.check_every is not None and state.step % train.check_every == 0:
                 check_replicas(state, train.step.axis)
             axis = comm.resolve(train.step.axis)
-            strategy.check_axis(axis)
+            strategy.check(train.optimizer, axis)
         info = StepInfo(sync.checked_step(), axis)
         check_layout(strategy, info.step)
         if not traced.recording():
@@ -56,14 +58,14 @@ class PureStep(Step):
 
     def differentiate(self) -> tuple[BackwardResult, torch.Tensor, Tree, Any]:
         strategy, sync = self.train.step.strategy, self.state.sync_state
-        stateful = len(sync.leaves) > 0 or strategy.stateful
+        with_state = len(sync.leaves) > 0 or stateful(strategy)
         # torch.func treats None as a leaf, and None stands in the places of frozen parameters.
-        flat, spec = tree.flatten(Synced(self.params, sync)) if stateful else (self.leaves, self.spec)
+        flat, spec = tree.flatten(Synced(self.params, sync)) if with_state else (self.leaves, self.spec)
         loss_scale = loss_scale_of(self.train, self.state)
         others: list[Any] = []
 
         def mean(leaves: list[torch.Tensor], calls: AbstractContextManager[None] | None = None) -> tuple[Any, Any]:
-            flat = None if stateful else (leaves, spec)
+            flat = None if with_state else (leaves, spec)
             options = CallOptions(step=self.info.step, frozen=self.state.frozen, flat=flat)
             run, (loss, buffers, aux) = self.called(tree.unflatten(spec, leaves), options, calls)
             value = run._replace(output=loss).value()
@@ -86,7 +88,7 @@ class PureStep(Step):
                     )
         count = len(self.leaves)
         grads, states = flat_grads[:count], sync.leaves
-        if stateful:
+        if with_state:
             states = tree.unflatten(spec, flat_grads).sync_state.leaves
         if loss_scale is not None:
             inverse = 1 / loss_scale
@@ -105,7 +107,7 @@ class PureStep(Step):
             mean, self._clock = _mean_in_graph(key, loss, self.info.step, clock)
             return loss if weighted else mean
         if not weighted and (traced.recording() or hook is not None):
-            loss = collectives.pmean(loss, axis if hook is None else hook.within(self.info.axis) or axis)
+            loss = collectives.pmean(loss, axis if hook is None else shared_part(hook, self.info.axis) or axis)
         return loss
 
     def finite(self, done: BackwardResult) -> bool | torch.Tensor | None:

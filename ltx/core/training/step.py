@@ -56,6 +56,7 @@ from ltx.core.training.train_state import Metrics, TrainState, hand_over, torch_
 from ltx.core.transforms.functional_call import Calls
 from ltx.core.transforms.marking import marks_on_wire
 from ltx.core.transforms.run import CallOptions, Run, Weighted
+from ltx.core.transforms.strategy import shares_gradients, stateful
 from ltx.core.transforms.strategy_update import StepInfo, Updated, check_next, check_updated
 from ltx.core.transforms.sync_state import Synced, SyncState
 from ltx.typing import Tree
@@ -274,7 +275,7 @@ class EagerStep(Step):
             leaves = [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in leaves]
             sync_leaves = [x.detach().requires_grad_() for x in sync_leaves]
         given = tree.unflatten(self.spec, leaves)
-        if sync_leaves or (not self.resolved.lasts and strategy.stateful):
+        if sync_leaves or (not self.resolved.lasts and stateful(strategy)):
             given = Synced(given, replace(sync, leaves=tree.unflatten(sync_spec, sync_leaves)))
         flat, within = (leaves, self.spec), self.resolved.within
         options = CallOptions(True, self.info.step, hook, self.state.frozen, flat, plan, within)
@@ -352,7 +353,7 @@ class EagerStep(Step):
 
     def updating(self) -> AbstractContextManager[None]:
         if self._work.unused:
-            shared = self.train.step.strategy.shares_gradients(self.info.step) and self._work.run.within is None
+            shared = shares_gradients(self.train.step.strategy, self.info.step) and self._work.run.within is None
             self._work.report_unused(shared or self.info.axis.size == 1)
         # A signal that comes while tensors are updated in place is handled after the step. If its handler raises, the
         # caller doesn't get the result, so the state object itself becomes the next state.

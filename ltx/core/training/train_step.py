@@ -42,9 +42,8 @@ from ltx.core.training.settings import (
 )
 from ltx.core.training.step import EagerStep, incomplete
 from ltx.core.training.train_state import LossScale, Metrics, TrainState
-from ltx.core.transforms.compare import tensors_by_path
 from ltx.core.transforms.data_parallel import DataParallel
-from ltx.core.transforms.strategy_update import PostUpdateHook, StepInfo, check_next
+from ltx.core.transforms.strategy_update import StepInfo, check_next
 from ltx.core.transforms.sync_state import SyncState
 from ltx.typing import Tree
 
@@ -85,7 +84,7 @@ class TrainStep(TrainSettings):
         if buffers is not None:
             check_kept(buffers, self.step)
         strategy, axis = self.step.strategy, comm.resolve(self.step.axis)
-        strategy.check_axis(axis)
+        strategy.check(self.optimizer, axis)
         check_devices(axis, params if module is None else dict(module.named_parameters()), "params")
         check_devices(axis, buffers, "buffers")
         if module is not None:
@@ -100,9 +99,6 @@ class TrainStep(TrainSettings):
         sync_state = self.step.init(params)
         if not private.in_transform():
             sync_state = replace(sync_state, leaves=unshared(sync_state.leaves, params))
-        for path, leaf in tensors_by_path(params):
-            if leaf.is_complex():
-                require("complex, strategy", strategy, f"train.init: parameter {path!r}, {tree.describe(leaf)},")
         if strategy.layout.params == "replicated":  # other rates would part them, with nothing to show it
             axis.ranks.by_rank(comm.Signature("train.init", (), _settings(self.optimizer, self.guard)))
         opt_state = strategy.init_optimizer(self.optimizer, params, axis)
@@ -318,16 +314,6 @@ class TrainStep(TrainSettings):
             check_replicas(state, axis)
             if compared is not None:
                 compared.add(TrainStep, None)
-
-    def post_update_hook(self, step: int) -> PostUpdateHook | None:
-        """The hook that communicates each bucket of parameters after the optimizer, in step `step`, counted from 0.
-
-        None if ranks don't communicate there, or only after the optimizer has run on all parameters.
-        """
-        if self.overlap != "update" or not self.step.strategy.communicates_after_update(step):
-            return None
-        hook = self.step.strategy.post_update_hook(self.optimizer, step)
-        return hook if hook is None or self.step.reduce_dtype is None else hook.cast(self.step.reduce_dtype)
 
 
 _APART = (

@@ -17,6 +17,7 @@ from ltx.core import comm
 from ltx.core.base import private, traced, tree
 from ltx.core.base.errors import StepError, SyncStateError
 from ltx.core.collectives.linear import at_places
+from ltx.core.gradients.comm_hook import shared_part
 from ltx.core.gradients.planning import in_step
 from ltx.core.transforms import plain_autograd
 from ltx.core.transforms.closure_check import TracedValueError, look_at_modules, own_leaves, refuse_captured
@@ -32,7 +33,7 @@ from ltx.core.transforms.run import (
     reaching,
     refuse_gradients,
 )
-from ltx.core.transforms.strategy import Strategy, default_strategy
+from ltx.core.transforms.strategy import Strategy, default_strategy, stateful
 from ltx.core.transforms.sync_state import Synced, SyncState, check_state
 from ltx.typing import Step, Tree
 
@@ -104,7 +105,7 @@ class DataParallel(StepSettings):
             training, step = step is not None, counted if step is None else step
             hook, axis = self.hook(step, training), comm.resolve(self.axis)
             marked = mark(self, params, leaves, spec, sync_state, axis, hook, step, options)
-            local, within = hook is None, None if hook is None else hook.within(axis)
+            local, within = hook is None, None if hook is None else shared_part(hook, axis)
         given = params if marked.as_given else tree.unflatten(spec, marked.leaves)
         if options.frozen is not None:
             given = tree.filled(given, options.frozen)
@@ -154,7 +155,7 @@ class DataParallel(StepSettings):
     def _params_of(self, args: tuple[Any, ...]) -> tuple[Tree, SyncState | None]:
         params, state = self.params_of(args)
         bare = state is None and isinstance(self.argnums, int)
-        if bare and not self.blocked and not traced.recording() and self.strategy.stateful:
+        if bare and not self.blocked and not traced.recording() and stateful(self.strategy):
             raise SyncStateError(
                 f"{self.strategy!r} has communication state, but the step was given bare parameters. Use "
                 "ltx.grad_and_value(step)(params, batch, sync_state=step.init(params)), ltx.train_step, or "
@@ -169,7 +170,7 @@ class DataParallel(StepSettings):
         check_in_debug(axis, params)
         leaves, structure = tree.flatten(params)
         key = structure, tuple((x.shape, x.dtype) for x in leaves if isinstance(x, torch.Tensor))
-        check_params_once(hook.within(axis) or axis, params, self.fn, key, None)
+        check_params_once(shared_part(hook, axis) or axis, params, self.fn, key, None)
 
     def _reduce_returned(self, output: Any) -> Any:
         if self.blocked:
