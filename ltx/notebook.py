@@ -88,8 +88,7 @@ class LtxMagics(Magics):
         if cell is None:
             self._line(line.strip())
             return
-        parser = _parser()
-        asked = parser.parse_args(shlex.split(line))
+        asked = (parser := _parser()).parse_args(shlex.split(line))
         if asked.help:
             print(parser.format_help(), end="")
             return
@@ -144,11 +143,8 @@ class LtxMagics(Magics):
                 found = digest(value)
             except Exception as error:
                 why = f" --in {name}" if name in forced else f": the cell uses {name!r} of the notebook"
-                fix = "" if name in forced else ". Make one in the cell"
-                kind = type(value).__name__
-                raise UsageError(
-                    f"%%ltx{why}: a {kind} can't be sent to the workers: {error}{stuck(value)}{fix}"
-                ) from None
+                what = f"a {type(value).__name__} can't be sent to the workers: {error}{stuck(value)}"
+                raise UsageError(f"%%ltx{why}: {what}. Make one in the cell.") from None
             if name in forced or any(there.get(name) not in ("", found) for there in has):
                 given[name] = ("" if name in forced else found, value)
         return given
@@ -178,8 +174,7 @@ class LtxMagics(Magics):
     def _hint(self, error: CallFailedError) -> None:
         """Add a hint if the error is about a name that only the notebook has: everybody's first mistake."""
         found = re.fullmatch(r"name '(\w+)' is not defined", str(error.__cause__))
-        name = found[1] if found and isinstance(error.__cause__, NameError) else None
-        if name in self.shell.user_ns:
+        if (name := found and found[1]) in self.shell.user_ns:
             error.args = (
                 f"{error}\n\n{name!r} is defined in the notebook, not on the workers. A cell brings the names that it "
                 f"uses, but none that it assigns, or that only a magic or a string has: `%%ltx --in {name}` sends it.",

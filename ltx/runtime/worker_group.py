@@ -409,26 +409,19 @@ class Output:
         """Take what all ranks have printed, as (None, line), and what has waited since `before_s`, as (rank, line)."""
         while heads := {rank: held[0] for rank, held in enumerate(self._held) if held}:
             lines = {line for _, line in heads.values()}
-            if len(heads) == len(self._held) > 1 == len(lines):
-                yield None, self._taken(*heads)
-                continue
-            everywhere = {line: all(count[line] for count in self._counts) for line in lines}
-            apart = [rank for rank, (_, line) in heads.items() if not everywhere[line]]
-            # A line that all have waits until it is the next of all, unless that can't be.
-            late = [rank for rank in apart or heads if heads[rank][0] <= before_s]
-            if not late:
-                return
-            first = min(late, key=lambda rank: heads[rank][0])
-            yield first, self._taken(first)
-
-    def _taken(self, *ranks: int) -> tuple[str, str]:
-        """Take the first line of `ranks`, which is the same."""
-        for rank in ranks:
-            _, line = self._held[rank].popleft()
-            self._counts[rank][line] -= 1
-            if not self._held[rank]:  # forget which lines there were
-                self._counts[rank].clear()
-        return line
+            ranks = [*heads]
+            if not len(heads) == len(self._held) > 1 == len(lines):
+                everywhere = {line for line in lines if all(count[line] for count in self._counts)}
+                # A line that all have waits until it is the next of all, unless that can't be.
+                apart = [rank for rank in heads if heads[rank][1] not in everywhere] or ranks
+                ranks = sorted((r for r in apart if heads[r][0] <= before_s), key=lambda rank: heads[rank][0])[:1]
+                if not ranks:
+                    return
+            for rank in ranks:
+                self._counts[rank].subtract([self._held[rank].popleft()[1]])
+                if not self._held[rank]:  # forget which lines there were
+                    self._counts[rank].clear()
+            yield None if len(ranks) > 1 else ranks[0], heads[ranks[0]][1]
 
     def _read(self, fd: int) -> bytes:
         try:

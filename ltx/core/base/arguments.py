@@ -283,10 +283,10 @@ def brief(value: Any, how: Callable[[Any], str] = repr) -> str:
     """
     try:
         text = how(value)
+        if isinstance(value, torch.Tensor) and "\n" in text:
+            return outcome(value)
         if "\n" in text or len(text) > 200:
             leaves, step = flatten(value)[0], getattr(value, "step", None)
-            if isinstance(value, torch.Tensor):
-                return outcome(value)
             if any(isinstance(x, torch.Tensor) for x in leaves):
                 many = f"{len(leaves)} lea{'ves' if len(leaves) > 1 else 'f'}"
                 return f"<{type(value).__name__} of {many}{f' at step {step}' * is_whole(step)}>"
