@@ -151,11 +151,11 @@ MUTANTS = (
         tests=("tests/contract/nn/test_sync_batch_norm.py",),
     ),
     Mutant(
-        name="notebook: names of the notebook aren't sent",
-        where="run_cell",
-        old="shell.user_ns.update(given)",
-        new="",
-        breaks="%%ltx --in does nothing",
+        name="notebook: a cell's own values are replaced by the notebook's",
+        where="Cell",
+        old='has.get(name, "none") not in ("", digest)',
+        new="True",
+        breaks="what cells have set or changed is lost",
         tests=("tests/contract/notebook/test_magics.py",),
     ),
 )

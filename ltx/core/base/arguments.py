@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Generic, Literal, ParamSpec, TypeGuard, TypeVa
 import torch
 
 from ltx.core.base.errors import ArgumentError, InputError, LtxError, StrategyError
+from ltx.core.base.tree import flatten
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -280,13 +281,20 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def brief(value: Any, how: Callable[[Any], str] = repr) -> str:
-    """The ``repr`` of a value where it has one that fits into a message: not of a list that holds itself, say.
+    """The ``repr`` of a value where it has one that fits into a message; of tensors and states, what they are.
 
-    >>> brief("a"), brief(range(3))
-    ("'a'", 'range(0, 3)')
+    >>> brief("a"), brief({"w": torch.ones(2, 2), "b": torch.ones(2)})
+    ("'a'", '<dict of 2 leaves>')
     """
     try:
         text = how(value)
+        if isinstance(value, torch.Tensor) and "\n" in text:
+            return outcome(value)
+        if "\n" in text or len(text) > 200:
+            leaves, step = flatten(value)[0], getattr(value, "step", None)
+            if any(isinstance(x, torch.Tensor) for x in leaves):
+                many = f"{len(leaves)} lea{'ves' if len(leaves) > 1 else 'f'}"
+                return f"<{type(value).__name__} of {many}{f' at step {step}' * is_whole(step)}>"
     except Exception:  # an object of the caller's that can't be shown, or a list of lists of lists ...
         return f"an object of type {type(value).__name__}"
     return text if len(text) <= 1000 else f"{text[:500]} ... {text[-100:]}"

@@ -158,7 +158,7 @@ def _cell(text: str) -> str:
 
 
 class Curves(NamedTuple):
-    """An SVG picture of lines through points (x, y)."""
+    """An SVG picture of lines through points (x, y), with the last value of the first."""
 
     lines: Sequence[Sequence[tuple[float, float]]]
 
@@ -166,14 +166,16 @@ class Curves(NamedTuple):
         if not (points := list(chain.from_iterable(self.lines))):
             return ""
         xs, ys = zip(*points, strict=True)
-        left, low, high = min(xs), min(ys), max(ys)
-        wide, tall = 300 / (max(xs) - left or 1), 80 / (high - low or 1)
-        drawn = ""
+        left, right, low, high = min(xs), max(xs), min(ys), max(ys)
+        wide, tall = 300 / (right - left or 1), 80 / (high - low or 1)
+        drawn, (x, y) = "<path d='M0,0V80H300' fill='none' stroke='gray'/>", next(filter(None, self.lines))[-1]
         for line in self.lines:
             at = " ".join(f"{(x - left) * wide:.1f},{(high - y) * tall:.1f}" for x, y in line)
             drawn += f"<polyline points='{at}' fill='none' stroke='currentColor'/>"
-        ends = f"<text x='306' y='8'>{high:.4g}</text><text x='306' y='84'>{low:.4g}</text>"
-        return f"<svg viewBox='-4 -4 370 92' width='370' font-size='11' fill='currentColor'>{drawn}{ends}</svg>"
+        last = f"<text x='{(x - left) * wide + 5:.1f}' y='{(high - y) * tall + 4:.1f}'>{y:.4g}</text>"
+        axes = ((-4, 8, f"{high:.4g}"), (-4, 80, f"{low:.4g}"), (8, 94, f"{left:g}"), (300, 94, f"{right:g}"))
+        ends = "".join(f"<text x='{x}' y='{y}' text-anchor='end'>{text}</text>" for x, y, text in axes)
+        return f"<svg viewBox='-64 -8 428 108' width='428' font-size='11' fill='currentColor'>{drawn}{last}{ends}</svg>"
 
 
 class Shown:

@@ -164,7 +164,7 @@ def test_what_only_the_sum_makes_infinite(ranks: Ranks) -> None:
         ranks(2).run(lambda: said(NotFiniteError, train, train.init(torch.zeros(2)), torch.tensor([3e38, 1])))
     )
     what = "each rank's own, computed again, are finite, but the reduced ones aren't"
-    assert f"{what}: leaf '<the tree itself>' (infinite, 1 of 2 elements)." in told
+    assert f"{what}: the value itself (infinite, 1 of 2 elements)." in told
 
 
 class _Spoiling(ltx.hooks.CommHook):
@@ -336,7 +336,7 @@ def test_dynamic_loss_scaling_skips_until_it_isnt_to_blame(ranks: Ranks) -> None
 
     for scales, told in ranks(2).run(on_a_rank):
         assert scales == [8.0, 4.0, 2.0]
-        assert "gradients of step 3 aren't finite. rank 1: leaf " in told
+        assert "gradients of step 3 aren't finite. rank 1: the value itself " in told
 
 
 # --- a limit ---------------------------------------------------------------------------------------------------------

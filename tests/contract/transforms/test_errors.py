@@ -58,7 +58,7 @@ LOSS = (
     + FIX
     + " A mapping holds it as `loss`."
 )
-NO_TREE = "argument 0 of the step must be a tree of tensors, but leaf {} is of type {}."
+NO_TREE = "argument 0 of the step must be a tree of tensors, but {} is of type {}."
 #: By what is raised: a call, and all that the error says.
 ERRORS: dict[type[Exception], dict[str, tuple[Callable[[], Any], str]]] = {
     StepError: {
@@ -200,24 +200,24 @@ ERRORS: dict[type[Exception], dict[str, tuple[Callable[[], Any], str]]] = {
     TreeError: {
         "a module": (
             lambda: ltx.data_parallel(linear)(MODULE, X),
-            NO_TREE.format("'<the tree itself>'", "Linear")
+            NO_TREE.format("the value itself", "Linear")
             + " Pass dict(module.named_parameters()) and call it with ltx.functional_call.",
         ),
         "a generator": (
             lambda: ltx.data_parallel(linear)(MODULE.parameters(), X),
-            NO_TREE.format("'<the tree itself>'", "generator")
+            NO_TREE.format("the value itself", "generator")
             + " A generator is used up by its first reader: pass a dict, list or tuple of tensors.",
         ),
-        "a string": (lambda: ltx.data_parallel(linear)([X, "w"], X), NO_TREE.format("'1'", "str")),
-        "a number": (lambda: ltx.data_parallel(linear)({"a": {"b": 1.0}}, X), NO_TREE.format("'a.b'", "float")),
+        "a string": (lambda: ltx.data_parallel(linear)([X, "w"], X), NO_TREE.format("leaf '1'", "str")),
+        "a number": (lambda: ltx.data_parallel(linear)({"a": {"b": 1.0}}, X), NO_TREE.format("leaf 'a.b'", "float")),
         "init of a module": (
             lambda: ltx.data_parallel(linear).init(MODULE),
-            "params must be a tree of tensors, but leaf '<the tree itself>' is of type Linear. Pass "
+            "params must be a tree of tensors, but the value itself is of type Linear. Pass "
             "dict(module.named_parameters()) and call it with ltx.functional_call.",
         ),
         "init of a generator": (
             lambda: ltx.train_step(ltx.data_parallel(linear), sgd()).init(MODULE.parameters()),
-            "params must be a tree of tensors, but leaf '<the tree itself>' is of type generator. A generator is used "
+            "params must be a tree of tensors, but the value itself is of type generator. A generator is used "
             "up by its first reader: pass a dict, list or tuple of tensors.",
         ),
         "buffers": (
