@@ -11,6 +11,7 @@ model's ranks: the norm for clipping, whether gradients are finite, and whether 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partialmethod, reduce
@@ -270,7 +271,9 @@ class DTensorTrainStep:
         given = tree.map(
             lambda x, own: nn.Parameter(own, x.requires_grad) if isinstance(x, nn.Parameter) else own, params, own
         )
-        parts = self._of(layout, Layout(())).init(given, buffers)
+        with warnings.catch_warnings():  # a module of DTensors can't follow, so its Parameters are right here
+            warnings.filterwarnings("ignore", "train.init was given a module's Parameters")
+            parts = self._of(layout, Layout(())).init(given, buffers)
         for group in layout.groups:
             leaves = zip(paths, tree.flatten(parts.params)[0], layout.split_over, strict=True)
             try:

@@ -279,9 +279,7 @@ def _value(copy: torch.Tensor, given: torch.Tensor, training: bool) -> torch.Ten
     if private.in_transform():
         with private.below_transforms():
             return unwrapped(copy).clone()
-    return (
-        given if training and copy.ndim == 1 and copy.is_floating_point() else None
-    )  # as batch norm writes, in vectors
+    return given if training and copy.ndim == 1 and copy.is_floating_point() else None  # batch norm's are vectors
 
 
 def _written(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> str | None:
