@@ -32,7 +32,7 @@ from ltx.core.training.made_for import adopted, check_made_for, layout_for
 from ltx.core.training.outputs import Batch, as_loss, check_call, unshared
 from ltx.core.training.parameters import Trainable, split, taken_from
 from ltx.core.training.pure_step import PureStep
-from ltx.core.training.replicas import check_replicas
+from ltx.core.training.replicas import check_replicas, warn_of_equal_batches
 from ltx.core.training.resolved import resolve, resolved_before
 from ltx.core.training.settings import (
     TrainSettings,
@@ -255,7 +255,7 @@ class TrainStep(TrainSettings):
         if resolved is not None and not resolved.holds(axis, state.held("sync_state").step):
             resolved = None
         if resolved is None or self.check_every is not None:
-            self._compare(state, axis)
+            self._compare(state, axis, batch)
         sync = state.held("sync_state")
         strategy, info = self.step.strategy, StepInfo(sync.checked_step() if resolved is None else sync.step, axis)
         resolved = resolved or resolve(self, params, leaves, spec, info)
@@ -294,8 +294,9 @@ class TrainStep(TrainSettings):
         """Whether steps reuse their state's memory: not under derivatives or batching, which need the old values."""
         return self.donate and not is_transforming() and not in_step.get()
 
-    def _compare(self, state: TrainState, axis: Axis) -> None:
-        """Compare the values that should be the same on all ranks: every `check_every` steps, and at a world's first.
+    def _compare(self, state: TrainState, axis: Axis, batch: Batch) -> None:
+        """Compare what should be the same on all ranks: every `check_every` steps, and at a world's first, which also
+        compares their batches.
 
         After a checkpoint or an interrupt, ranks may be at different steps.
         """
@@ -307,6 +308,8 @@ class TrainStep(TrainSettings):
         )
         if first or (self.check_every is not None and state.step % self.check_every == 0):
             check_replicas(state, axis)
+            if first:
+                warn_of_equal_batches(batch, axis)
             if compared is not None:
                 compared.add(TrainStep, None)
 

@@ -30,6 +30,7 @@ from ltx.core.transforms.run import (
     StepSettings,
     averaged,
     reaching,
+    refuse_backward,
     refuse_gradients,
 )
 from ltx.core.transforms.strategy import Strategy, default_strategy
@@ -124,6 +125,8 @@ class DataParallel(StepSettings):
                 if marked.schedule is not None and not private.in_transform():  # side effects
                     held, made = (marked.leaves, args, kwargs), private.nodes_made() - before
                     refuse_captured(self.fn, output, held, made, options.deferred)
+        if options.deferred and not options.step:
+            refuse_backward(leaves, marked.inputs and marked.schedule)
         refuse_gradients(output, leaves, spec)
         if marked.inputs is not None and options.step is None:
             output = reaching(output, marked.leaves)

@@ -27,7 +27,7 @@ from ltx.core.transforms.data_parallel import DataParallel
 from ltx.core.transforms.functional_call import Calls, own_grad_and_value
 from ltx.core.transforms.marking import marks_on_wire
 from ltx.core.transforms.plain_autograd import gradients, warn_of_own_leaves
-from ltx.core.transforms.run import CallOptions
+from ltx.core.transforms.run import CallOptions, refuse_backward
 from ltx.core.transforms.sync_state import Synced, SyncState, check_state, states_after
 from ltx.typing import Step, Tree
 
@@ -223,6 +223,7 @@ def _alone(scalar: Callable[..., Any], argnum: int, args: tuple[Any, ...], kwarg
         filled = at_places(args, [argnum], [tree.unflatten(spec, inputs)])
         before = private.nodes_made()
         output = scalar(*filled, **kwargs)
+        refuse_backward(inputs)
         total = output[0] if isinstance(output, tuple) else output
         closes = closes_over_variables(fn, output, filled, private.nodes_made() - before)
     with calls.in_pass():
