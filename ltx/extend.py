@@ -69,7 +69,7 @@ Modules. The names listed here are stable.
 
 * :mod:`tree`: ``flatten``, ``unflatten``, ``map``, ``leaf_paths``, ``describe``, ``register_node``, ``check_dense``,
   ``check_open``, ``check_tensors``, ``filled``, ``wanted``: trees of tensors, with dicts' keys sorted on every rank.
-* :mod:`arguments`: ``shown``, ``name_of`` for messages; ``checked``, ``check_fields``, ``check_whole``,
+* :mod:`arguments`: ``shown``, ``name_of``, ``lacks`` for messages; ``checked``, ``check_fields``, ``check_whole``,
   ``check_number``, ``whole``, ``number``, ``is_whole``, ``is_number`` for what users give.
 * :mod:`needs`: ``TABLE`` has the requirements for combinations; ``require`` raises by a row of it.
 * :mod:`noise`: ``key_of``, ``uniform``, ``normal``: random numbers that are a function of seed, step, place and rank.

@@ -17,6 +17,7 @@ from ltx.core.base.errors import (
     PeerLostError,
     StepError,
     StepLeftOutError,
+    TreeError,
 )
 from ltx.core.base.needs import require
 from ltx.core.gradients.exchange import Exchange
@@ -84,6 +85,11 @@ class TrainStep(TrainSettings):
         if isinstance(params, torch.nn.Module):
             params, frozen = taken_from(params, axis, self.trainable)
         else:
+            if hasattr(params, "_metadata"):  # torch puts it on what state_dict returns
+                raise TreeError(
+                    "train.init: params is a state_dict(), in which buffers would be trained too. Write "
+                    "train.init(module), or train.init(dict(module.named_parameters()), dict(module.named_buffers()))."
+                )
             tree.check_dense(tree.flatten(params)[0], params, "params")
             trained, frozen = split(params, self.trainable)
             params = collectives.broadcast(tree.map(self._begun, params), axis=axis)
@@ -225,7 +231,8 @@ class TrainStep(TrainSettings):
         batch = Batch(args, named)
         if not isinstance(state, TrainState):
             raise StepError(
-                f"the first argument is the TrainState that init or the last step gave, got {type(state).__name__}."
+                f"the first argument is the TrainState that init or the last step gave, got {type(state).__name__}. "
+                "Write state = train.init(params) once, and then state, metrics = train(state, *batch)."
             )
         if traced.recording():
             check_made_for(self, state)

@@ -15,6 +15,7 @@ import torch
 
 from ltx.core import comm
 from ltx.core.base import private, traced, tree
+from ltx.core.base.arguments import checked
 from ltx.core.base.errors import StepError, SyncStateError
 from ltx.core.collectives.linear import at_places
 from ltx.core.gradients.planning import in_step
@@ -204,6 +205,7 @@ def data_parallel(
 ) -> Callable[[Step], DataParallel]: ...
 
 
+@checked()
 def data_parallel(
     step_fn: Step | None = None,
     strategy: Strategy | None = None,

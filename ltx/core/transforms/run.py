@@ -98,6 +98,11 @@ class StepSettings(Readable):
         check_fields(self, StepError, "argnums")
         if not callable(self.fn):
             raise StepError(f"data_parallel wraps a function, got {type(self.fn).__name__}.")
+        if isinstance(self.fn, torch.nn.Module) and next(self.fn.parameters(), None) is not None:
+            raise StepError(
+                f"data_parallel wraps a step, (params, *batch) -> loss, got the module {type(self.fn).__name__}. "
+                "Call it in a step, ltx.functional_call(model, params, (x,)), with the params of train.init(model)."
+            )
         if isinstance(self.fn, StepSettings):
             raise StepError(
                 "this step is already data parallel, and would be averaged twice. Use dataclasses.replace(step, "

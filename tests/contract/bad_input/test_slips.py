@@ -1,7 +1,8 @@
-"""What is done by habit from DDP or Lightning: the error, or the warning, says what to write here."""
+"""What is written by habit from DDP, Lightning or JAX: the error, or the warning, names what to write here."""
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +12,10 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx.errors import EqualBatchesWarning, StepError
+from ltx.errors import ArgumentError, DonatedStateError, EqualBatchesWarning, OptimError, StepError, TreeError
 from tests.contract.bad_input.public import batch, loss, params
 from tests.kinds import Ranks
-from tests.train_on import said, trained
+from tests.train_on import refuses, said, trained
 from tests.twins.training import sgd
 
 
@@ -22,10 +23,98 @@ def stepped(step: Any = loss) -> Any:
     return trained(step, sgd(0.1), params(), [batch()])
 
 
+def train() -> Any:
+    return ltx.train_step(ltx.data_parallel(loss), sgd(0.1))
+
+
+def with_old_state() -> None:
+    made = train()
+    state = made.init(params())
+    for _ in range(2):
+        made(state, batch())
+
+
 def differentiates(p: Any, x: Tensor) -> Tensor:
     value = loss(p, x)
     value.backward(retain_graph=True)
     return value
+
+
+net = torch.nn.Linear(3, 2)
+
+#: {what is written: (the call, the error, what it says to write)}
+SLIPS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    **{
+        f"ltx.{name}": (lambda name=name: getattr(ltx, name), AttributeError, text)
+        for name, text in {
+            "all_reduce": "ltx.psum(x)",
+            "psum_invariant": "ltx.psum(x)",
+            "rank": "ltx.world().rank",
+            "world_size": "ltx.world().size",
+            "remat": "torch.utils.checkpoint.checkpoint(f",
+            "stop_gradient": "x.detach()",
+            "PartitionSpec": "ltx.init(mesh={'node': 2, 'data': 4})",
+            "jit": "torch.compile",
+            "pmap": "ltx.vmap(f)",
+            "shard_map": "ltx.data_parallel(step)",
+            "tree_map": "ltx.tree.map",
+            "device_put": "ltx.to_device(tree)",
+            "DDP": "ltx.train_step(ltx.data_parallel(step), optimizer)",
+            "DistributedDataParallel": "ltx.train_step(ltx.data_parallel(step), optimizer)",
+            "no_sync": "ltx.accumulate(step, n)",
+            "hessian": "torch.func.hessian",
+        }.items()
+    },
+    **{
+        f"ltx.optim.{name}": (lambda name=name: getattr(ltx.optim, name), AttributeError, text)
+        for name, text in {
+            "AdamW": "ltx.optim.from_torch(torch.optim.AdamW, lr=...)",
+            "adam": "ltx.optim.from_torch(torch.optim.Adam, lr=...)",
+        }.items()
+    },
+    "a module": (lambda: ltx.data_parallel(net), StepError, "ltx.functional_call(model, params, (x,))"),
+    "device_ids": (lambda: ltx.data_parallel(loss, device_ids=[0]), ArgumentError, "`with ltx.init():`"),  # type: ignore[call-overload]
+    "strategy=": (
+        lambda: ltx.train_step(ltx.data_parallel(loss), sgd(0.1), strategy=ltx.DDPStrategy()),  # type: ignore[call-arg]
+        ArgumentError,
+        "ltx.train_step(ltx.data_parallel(step, strategy), ...)",
+    ),
+    "torch's optimizer": (
+        lambda: ltx.train_step(ltx.data_parallel(loss), torch.optim.SGD(net.parameters(), lr=0.1)),  # type: ignore[arg-type]
+        OptimError,
+        "ltx.optim.from_torch(torch.optim.AdamW, lr=...)",
+    ),
+    "metrics['loss']": (lambda: stepped().metrics[0]["loss"], ArgumentError, "metrics.loss"),
+    "metrics['seen']": (lambda: stepped().metrics[0]["seen"], ArgumentError, "metrics.aux['seen']"),
+    "metrics.item()": (lambda: stepped().metrics[0].item(), AttributeError, "metrics.loss.item()"),
+    "state['w']": (lambda: stepped().state["w"], ArgumentError, "state.params['w']"),
+    "state.parameters()": (lambda: stepped().state.parameters(), AttributeError, "state.params"),
+    "optimizer.step()": (lambda: sgd(0.1).step(), AttributeError, "state, metrics = train(state, batch)"),
+    "optimizer.zero_grad()": (lambda: sgd(0.1).zero_grad(), AttributeError, "nothing, as each step has new gradients"),
+    "train(params)": (lambda: train()(params(), batch()), StepError, "state = train.init(params)"),
+    "state = train(state)": (lambda: train()((1, 2), batch()), StepError, "state, metrics = train(state, *batch)"),
+    "the old state": (with_old_state, DonatedStateError, "state, metrics = train(state, ...)"),
+    "parameters()": (lambda: train().init(net.parameters()), TreeError, "dict(module.named_parameters())"),
+    "state_dict()": (lambda: train().init(net.state_dict()), TreeError, "dict(module.named_buffers())"),
+    "no parameter": (lambda: stepped(lambda p, x: x.square().mean()), StepError, "use the parameters that the step is"),
+    "an odd batch": (
+        lambda: ltx.vmap(ltx.shard, in_dims=None, axis_size=2)(torch.ones(3)),
+        ltx.errors.AxisError,
+        "ltx.share_out(batch)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SLIPS)
+def test_the_error_names_what_to_write(name: str) -> None:
+    call, error, text = SLIPS[name]
+    refuses(error, re.escape(text), call)
+
+
+def test_a_name_of_a_caller_s_own_goes_to_the_function() -> None:
+    """Where a function takes any keyword."""
+    with ltx.Pool(1) as pool:
+        assert pool.run(lambda strategy: strategy, strategy=3)[0] == 3
 
 
 WAYS: dict[str, Callable[[Any], Any]] = {
