@@ -54,7 +54,7 @@ Modules. The names listed here are stable.
 * :mod:`buffers`: ``pack``, ``unpack`` for a bucket's gradients as one flat buffer, and views of it in their shapes;
   ``is_plain`` (eager, on the CPU: pieces of it can be changed in place), ``prefers_few_calls`` (eager, on an
   accelerator); ``chunks``, slices that stay in the cache, and ``CHUNK``, the elements of one.
-* :mod:`arguments`: ``shown``, ``name_of`` for messages; ``checked``, ``check_fields``, ``check_whole``,
+* :mod:`arguments`: ``shown``, ``name_of``, ``lacks`` for messages; ``checked``, ``check_fields``, ``check_whole``,
   ``check_number``, ``whole``, ``number``, ``is_whole``, ``is_number`` for what users give.
 * :mod:`needs`: ``TABLE`` has the requirements for combinations; ``require`` raises by a row of it.
 * :mod:`noise`: ``key_of``, ``uniform``, ``normal``: random numbers that are a function of seed, step, place and rank.

@@ -24,6 +24,8 @@ from typing import Any, ClassVar, Generic, Literal, ParamSpec, TypeGuard, TypeVa
 import torch
 
 from ltx.core.base.errors import ArgumentError, InputError, LtxError, StrategyError
+from ltx.core.base.slips import hint
+from ltx.core.base.slips import lacks as lacks
 from ltx.core.base.tree import flatten
 
 P = ParamSpec("P")
@@ -76,6 +78,7 @@ def checked(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             annotations = {name: parameters[name].annotation for name in names}
             found = {name: (_test_of(wanted, inner.__globals__), wanted) for name, wanted in annotations.items()}
             by_name = [f"{p.name}=" for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+            by_name += [f"**{p.name}" for p in parameters.values() if p.kind is p.VAR_KEYWORD]
             call = f"{called}({', '.join([*places, *by_name])})."
             of_jax = {name for name, here in _JAX.items() if here in places or f" {here}=" in call}
             wanted = {name: (test, kind) for name, (test, kind) in found.items() if test is not None}
@@ -89,13 +92,15 @@ def checked(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 for name in kwargs:
                     if name in given or (name in of_jax and name not in places):
                         what = "is given twice, by its place too" if name in places else "is no argument"
-                        hint = f" JAX's {name}= is {_JAX[name]}= here." if name in of_jax else ""
-                        raise ArgumentError(f"{called}: {name}={brief(kwargs[name])} {what}.{hint} Write {call}")
+                        of = f" JAX's {name}= is {_JAX[name]}= here." if name in of_jax else ""
+                        raise ArgumentError(f"{called}: {name}={brief(kwargs[name])} {what}.{of} Write {call}")
+                    if "**" not in call and name not in places and f" {name}=" not in call and hint(name):
+                        raise ArgumentError(f"{called}: {name}={brief(kwargs[name])} is no argument.{hint(name)}")
                 for name, (test, kind) in wanted.items():
                     value = kwargs.get(name, given.get(name, _NOT_GIVEN))
                     if value is not _NOT_GIVEN and not test(value):
-                        hint = f" Write {call}" if isinstance(value, str) and name in given else ""
-                        raise ArgumentError(f"{called}: {_says(name, kind, value)}{hint}")
+                        of = f" Write {call}" if isinstance(value, str) and name in given else ""
+                        raise ArgumentError(f"{called}: {_says(name, kind, value)}{of}")
             return fn(*args, **kwargs)
 
         return wrapped
@@ -156,7 +161,7 @@ class Offering(Generic[R]):
         return found
 
     def __getattr__(self, name: str) -> Any:  # type checkers don't see that `kind` has it
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise lacks(f"{type(self).__name__!r} object", name)
 
 
 def whole(

@@ -18,6 +18,7 @@ __all__ = [
     "DataError",
     "DeadlockDetectedError",
     "DonatedStateError",
+    "EqualBatchesWarning",
     "HookError",
     "InputError",
     "InvalidStateError",
@@ -153,6 +154,10 @@ class CheckpointError(LtxError, RuntimeError):
 
 class UnusedParameterWarning(UserWarning):
     """The loss of a training's first step doesn't depend on some parameters, which weight decay moves all the same."""
+
+
+class EqualBatchesWarning(UserWarning):
+    """All ranks have the same batch at the first step of a world: each computes what the others do."""
 
 
 class NotFiniteError(StepLeftOutError, FloatingPointError):

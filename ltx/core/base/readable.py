@@ -10,12 +10,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import Field, fields, is_dataclass
 from itertools import chain
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ltx.core.base.errors import LtxError
+from ltx.core.base.errors import ArgumentError, LtxError
 from ltx.core.base.private import is_wrapped
+from ltx.core.base.slips import lacks
 from ltx.core.base.traced import recording
 
 _WIDTH = 80
@@ -31,6 +32,17 @@ class Readable:
         super().__init_subclass__(**kwargs)
         if "__repr__" not in vars(cls):  # dataclass replaces an inherited __repr__, but not the class's own
             cls.__repr__ = cls.__repr__  # type: ignore[method-assign]
+
+    if not TYPE_CHECKING:  # type checkers know all that there is
+
+        def __getattr__(self, name: str) -> Any:
+            raise lacks(f"{type(self).__name__!r} object", name)
+
+        def __getitem__(self, key: object) -> Any:
+            called = {"TrainState": "state", "Metrics": "metrics"}.get(type(self).__name__)
+            part = f"{'params' if called == 'state' else 'aux'}[{key!r}]"
+            said = f". Write {called}.{key if key in [f.name for f in fields(self)] else part}" if called else ""
+            raise ArgumentError(f"{type(self).__name__!r} object has no entry {key!r}{said}.")
 
     def __repr__(self) -> str:
         return _by_fields(self, 1, -sys.maxsize if self._one_line else 0)

@@ -230,6 +230,7 @@ def check_leaves(leaves: Sequence[Any], tree: Tree, what: str) -> None:
         hint = " torch.fx.symbolic_trace can't record ltx. Use make_fx, torch.export or torch.compile."
     elif callable(getattr(leaf, "__next__", None)):
         hint = " A generator is used up by its first reader: pass a dict, list or tuple of tensors."
+        hint += " Of a module: dict(module.named_parameters())."
     elif type(leaf).__module__ == "numpy" and hasattr(leaf, "dtype"):
         known = leaf.dtype.kind in "biufc"
         hint = (

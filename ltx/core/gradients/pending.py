@@ -315,7 +315,7 @@ class ProcessSchedule(Schedule):
         self._passes_inside = False  # Functions will run backward passes inside of this one
         self._task = -1  # the id of the autograd run of a deferred pass
         #: Gradients of buckets that aren't complete yet, and the buckets to which the pass itself has come.
-        self._early: dict[int, list[torch.Tensor | None]] = {}
+        self.early: dict[int, list[torch.Tensor | None]] = {}
         self._reached: set[int] = set()
         self._batches: dict[int, torch.Size] = {}
         self._ready: dict[int, Program] = {}
@@ -328,7 +328,7 @@ class ProcessSchedule(Schedule):
         bucket = self.plan.buckets[index]
         grads, states = tensors[: len(bucket.members)], tensors[len(bucket.members) :]
         try:
-            early = index in self._early or index in self._batches or self._passes_inside
+            early = index in self.early or index in self._batches or self._passes_inside
             inside = not self.fenced and (early or graph_task() != self._task)
             if inside or type(None) in map(type, grads):
                 if not (grads := self._joined(index, grads)):  # type: ignore[assignment]
@@ -402,11 +402,11 @@ class ProcessSchedule(Schedule):
                 f"brought a gradient of leaf {path!r} when an earlier one had been sent: it is used in several places. "
                 "Give the Function its parameters as arguments, and return torch.autograd.grad(y, (x, *params), dy)."
             )
-        if (early := self._early.pop(index, None)) is not None:
+        if (early := self.early.pop(index, None)) is not None:
             grads = [a if b is None else b if a is None else a + b for a, b in zip(early, grads, strict=True)]
         if index in self._reached and not (self._passes_inside or any(grad is None for grad in grads)):
             return grads
-        self._early[index] = list(grads)
+        self.early[index] = list(grads)
         return ()
 
     def start_unreached(self, params: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -415,7 +415,7 @@ class ProcessSchedule(Schedule):
         for bucket in self.plan.buckets if self.incomplete else ():
             if bucket.index not in self._batches:
                 tensors, count = self.plan.tensors_of(bucket, params, states), len(bucket.members)
-                early = self._early.pop(bucket.index, [None] * count)
+                early = self.early.pop(bucket.index, [None] * count)
                 self._reached.add(bucket.index)
                 with torch.no_grad():
                     grads = [torch.zeros_like(x) if g is None else g for x, g in zip(tensors, early, strict=False)]

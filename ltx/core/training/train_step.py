@@ -18,6 +18,7 @@ from ltx.core.base.errors import (
     PeerLostError,
     StepError,
     StepLeftOutError,
+    TreeError,
 )
 from ltx.core.base.needs import require
 from ltx.core.gradients.exchange import Exchange
@@ -33,7 +34,7 @@ from ltx.core.training.made_for import adopted, check_made_for, layout_for
 from ltx.core.training.outputs import Batch, as_loss, check_call, unshared
 from ltx.core.training.parameters import Trainable, split, taken_from
 from ltx.core.training.pure_step import PureStep
-from ltx.core.training.replicas import check_replicas
+from ltx.core.training.replicas import check_replicas, warn_of_equal_batches
 from ltx.core.training.resolved import resolve, resolved_before
 from ltx.core.training.settings import (
     TrainSettings,
@@ -90,6 +91,11 @@ class TrainStep(TrainSettings):
         if module is not None:
             params, frozen = taken_from(module, axis, self.trainable)
         else:
+            if hasattr(params, "_metadata"):  # torch puts it on what state_dict returns
+                raise TreeError(
+                    "train.init: params is a state_dict(), in which buffers would be trained too. Write "
+                    "train.init(module), or train.init(dict(module.named_parameters()), dict(module.named_buffers()))."
+                )
             tree.check_dense(tree.flatten(params)[0], params, "params")
             trained, frozen = split(params, self.trainable)
             params = collectives.broadcast(tree.map(self._begun, params), axis=axis)
@@ -230,7 +236,8 @@ class TrainStep(TrainSettings):
         batch = Batch(args, named)
         if not isinstance(state, TrainState):
             raise StepError(
-                f"the first argument is the TrainState that init or the last step gave, got {type(state).__name__}."
+                f"the first argument is the TrainState that init or the last step gave, got {type(state).__name__}. "
+                "Write state = train.init(params) once, and then state, metrics = train(state, *batch)."
             )
         if traced.recording():
             check_made_for(self, state)
@@ -260,7 +267,7 @@ class TrainStep(TrainSettings):
         if resolved is not None and not resolved.holds(axis, state.held("sync_state").step):
             resolved = None
         if resolved is None or self.check_every is not None:
-            self._compare(state, axis)
+            self._compare(state, axis, batch)
         sync = state.held("sync_state")
         strategy, info = self.step.strategy, StepInfo(sync.checked_step() if resolved is None else sync.step, axis)
         resolved = resolved or resolve(self, params, leaves, spec, info)
@@ -299,8 +306,9 @@ class TrainStep(TrainSettings):
         """Whether steps reuse their state's memory: not under derivatives or batching, which need the old values."""
         return self.donate and not is_transforming() and not in_step.get()
 
-    def _compare(self, state: TrainState, axis: Axis) -> None:
-        """Compare the values that should be the same on all ranks: every `check_every` steps, and at a world's first.
+    def _compare(self, state: TrainState, axis: Axis, batch: Batch) -> None:
+        """Compare what should be the same on all ranks: every `check_every` steps, and at a world's first, which also
+        compares their batches.
 
         After a checkpoint or an interrupt, ranks may be at different steps.
         """
@@ -312,6 +320,8 @@ class TrainStep(TrainSettings):
         )
         if first or (self.check_every is not None and state.step % self.check_every == 0):
             check_replicas(state, axis)
+            if first:
+                warn_of_equal_batches(batch, axis)
             if compared is not None:
                 compared.add(TrainStep, None)
 

@@ -15,6 +15,7 @@ import torch
 
 from ltx.core import comm
 from ltx.core.base import private, traced, tree
+from ltx.core.base.arguments import checked
 from ltx.core.base.errors import StepError, SyncStateError
 from ltx.core.collectives.linear import at_places
 from ltx.core.gradients.comm_hook import shared_part
@@ -31,6 +32,7 @@ from ltx.core.transforms.run import (
     StepSettings,
     averaged,
     reaching,
+    refuse_backward,
     refuse_gradients,
 )
 from ltx.core.transforms.strategy import Strategy, default_strategy, stateful
@@ -129,6 +131,8 @@ class DataParallel(StepSettings):
                         own = refuse_captured(self.fn, output, held, made, options.deferred)
                     else:
                         own = own_leaves(self.fn, output, held, made)
+        if options.deferred and not options.step:
+            refuse_backward(leaves, marked.inputs and marked.schedule)
         refuse_gradients(output, leaves, spec)
         if marked.inputs is not None and options.step is None:
             output = reaching(output, marked.leaves)
@@ -206,6 +210,7 @@ def data_parallel(
 ) -> Callable[[Step], DataParallel]: ...
 
 
+@checked()
 def data_parallel(
     step_fn: Step | None = None,
     strategy: Strategy | None = None,

@@ -27,7 +27,7 @@ from ltx.core.transforms.data_parallel import DataParallel
 from ltx.core.transforms.functional_call import Calls, own_grad_and_value
 from ltx.core.transforms.marking import marks_on_wire
 from ltx.core.transforms.plain_autograd import gradients
-from ltx.core.transforms.run import CallOptions
+from ltx.core.transforms.run import CallOptions, refuse_backward
 from ltx.core.transforms.sync_state import Synced, SyncState, check_state, states_after
 from ltx.typing import Step, Tree
 
@@ -228,6 +228,7 @@ def _alone(
         before = private.nodes_made()
         run = step.run(tuple(filled), kwargs)
         output = checked_output(run.value())
+        refuse_backward(inputs)
         total = output[0] if isinstance(output, tuple) else output
         closes = closes_over_variables(step.fn, output, filled, private.nodes_made() - before)
     with calls.in_pass():

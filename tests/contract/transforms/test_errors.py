@@ -129,7 +129,8 @@ ERRORS: dict[type[Exception], dict[str, tuple[Callable[[], Any], str]]] = {
         ),
         "parameters for a state": (
             lambda: ltx.train_step(ltx.data_parallel(linear), sgd())(P, X),
-            "the first argument is the TrainState that init or the last step gave, got dict.",
+            "the first argument is the TrainState that init or the last step gave, got dict. "
+            "Write state = train.init(params) once, and then state, metrics = train(state, *batch).",
         ),
         "training in inference mode": (
             lambda: torch.inference_mode()(train)(),
@@ -206,7 +207,8 @@ ERRORS: dict[type[Exception], dict[str, tuple[Callable[[], Any], str]]] = {
         "a generator": (
             lambda: ltx.data_parallel(linear)(MODULE.parameters(), X),
             NO_TREE.format("the value itself", "generator")
-            + " A generator is used up by its first reader: pass a dict, list or tuple of tensors.",
+            + " A generator is used up by its first reader: pass a dict, list or tuple of tensors."
+            + " Of a module: dict(module.named_parameters()).",
         ),
         "a string": (lambda: ltx.data_parallel(linear)([X, "w"], X), NO_TREE.format("leaf '1'", "str")),
         "a number": (lambda: ltx.data_parallel(linear)({"a": {"b": 1.0}}, X), NO_TREE.format("leaf 'a.b'", "float")),
@@ -218,7 +220,8 @@ ERRORS: dict[type[Exception], dict[str, tuple[Callable[[], Any], str]]] = {
         "init of a generator": (
             lambda: ltx.train_step(ltx.data_parallel(linear), sgd()).init(MODULE.parameters()),
             "params must be a tree of tensors, but the value itself is of type generator. A generator is used "
-            "up by its first reader: pass a dict, list or tuple of tensors.",
+            "up by its first reader: pass a dict, list or tuple of tensors. Of a module: "
+            "dict(module.named_parameters()).",
         ),
         "buffers": (
             lambda: ltx.train_step(ltx.data_parallel(linear), sgd()).init(P, {"n": 3}),
