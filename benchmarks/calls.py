@@ -5,6 +5,10 @@
 One rank. For each variant of :mod:`benchmarks.step_time`: how long the host is busy with a step, how long the step
 takes if nothing runs ahead, and in a row of steps; the time that kernels take together, and calls of CUDA's by what
 they do. Waits of the host, and memory that torch's allocator asks the driver for, cost the most.
+
+Before that, what the host does for one bucket with an FP16 hook (:mod:`benchmarks.bucket`), in ltx and in DDP: counts,
+and times from a bucket's being ready, with the part of them in which the thread didn't run, because it waited for
+Python's lock or in the driver. ``--variants`` without any leaves it at that.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import ltx
+from benchmarks import bucket
 from benchmarks.models import Large, Transformer
 from benchmarks.ranks import Variant, backend_on, found_by_ranks
 from benchmarks.step_time import Setting, variants
@@ -81,6 +86,9 @@ def worker(arguments: argparse.Namespace) -> None:
     if arguments.large:
         torch.set_float32_matmul_precision("high")
     with ltx.init(backend=backend_on(arguments.device)):
+        if not arguments.variants:
+            print(json.dumps(bucket.found(arguments.device, synchronize)))
+            return
         setting = Setting(0, arguments.device, Large if arguments.large else Transformer)
         print(json.dumps({name: measured(step) for name, step in variants(setting, arguments.variants).items()}))
 
@@ -90,13 +98,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--large", action="store_true", help="a model of 152 M parameters")
-    parser.add_argument("--variants", nargs="+", default=NAMES)
+    parser.add_argument("--variants", nargs="*", default=NAMES)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         worker(arguments)
         return
-    given = ["--device", arguments.device, *["--large"] * arguments.large, "--variants", *arguments.variants]
+    given = ["--device", arguments.device, *["--large"] * arguments.large, "--variants"]
+    print(bucket.table(*found_by_ranks(["-m", "benchmarks.calls", *given], "loopback", 1)), "\n", flush=True)
+    if not arguments.variants:
+        return
+    given += arguments.variants
     found: dict[str, dict[str, float]] = found_by_ranks(["-m", "benchmarks.calls", *given], "loopback", 1)
     headings = list(next(iter(found.values())))
     print("| a step | " + " | ".join(headings) + " |\n|---|" + "---:|" * len(headings))

@@ -200,7 +200,7 @@ PARTS = (
     ),
     Part("eager", "A step, eagerly: 5 M parameters", _TABLE, 40),
     Part("large", "A step, eagerly: 152 M parameters", (*_TABLE, "--large"), 50),
-    Part("calls", "What a step calls: 152 M parameters", ("-m", "benchmarks.calls", "--device", "cuda", "--large"), 45),
+    Part("calls", "What a step calls: 152 M parameters", ("-m", "benchmarks.calls", "--device", "cuda", "--large"), 50),
     Part("memory", "Peak memory of torch's allocator", ("-m", "benchmarks.memory", "--device", "cuda"), 40),
     Part("compiled", "A compiled loss: 5 M parameters", (*_COMPILED, "ltx of a compiled loss, fp16"), 55),
     Part("gradients", "Gradients as one compiled graph: 5 M parameters", (*_COMPILED, "ltx compiled"), 55),

@@ -6,6 +6,7 @@ are those that refuse, of :mod:`ltx.core.base.needs`, asked of a value of each c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ import torch
 import ltx
 from ltx import hooks, optim
 from ltx.core.base.needs import TABLE
+from ltx.core.ranks.axis import Axis
+from ltx.core.transforms.strategy import constant_after, shares_gradients
+from ltx.hooks.combined import with_error_feedback
 
 STRATEGIES: dict[str, ltx.Strategy] = {
     "DDPStrategy": ltx.DDPStrategy(),
@@ -58,8 +62,25 @@ OPTIMIZERS: dict[str, optim.Optimizer] = {
 PARTS: dict[str, dict[str, Any]] = {"strategy": STRATEGIES, "hook": HOOKS, "optimizer": OPTIMIZERS}
 #: A chain is asked member by member, and clipping isn't asked.
 _BY_MEMBER = ("ZeRO, optimizer",)
-#: Asked for more than a part: of what a strategy itself is.
-_BESIDES = {"QAdam, optimizer": (type(OPTIMIZERS["qadam"]), 2, (0.9, 0.999))}
+
+
+def _takes_complex(strategy: ltx.Strategy) -> bool:
+    try:
+        strategy.init_optimizer(OPTIMIZERS["from_torch(SGD)"], [torch.ones((), dtype=torch.complex64)], Axis("data", 1))
+    except ltx.errors.StrategyError:
+        return False
+    return True
+
+
+#: What a row is asked besides the part: of what a strategy itself is, and what follows from a part.
+_BESIDES: dict[str, Callable[[Any], tuple[Any, ...]]] = {
+    "QAdam, optimizer": lambda x: (type(OPTIMIZERS["qadam"]), 2, (0.9, 0.999)),
+    "graph, hook or strategy": lambda x: (0, constant_after(x)),
+    "guard in a graph, strategy": lambda x: (shares_gradients(x, 0),),
+    "complex, strategy": lambda x: (_takes_complex(x),),
+    "bucket of DDP, hook": lambda x: (x.each((), part=True) is None,),
+    "error feedback, hook": lambda x: (with_error_feedback(x),),
+}
 
 
 def lacking(row: str) -> list[str]:
@@ -67,7 +88,9 @@ def lacking(row: str) -> list[str]:
     asked = PARTS.get(row.split()[-1], {})
     if row in _BY_MEMBER:
         asked = {name: part for name, part in asked.items() if not name.startswith("chain")}
-    return [name for name, part in asked.items() if not TABLE[row].offered(part, *_BESIDES.get(row, ()))]
+    return [
+        name for name, part in asked.items() if not TABLE[row].offered(part, *_BESIDES.get(row, lambda x: ())(part))
+    ]
 
 
 def markdown() -> str:

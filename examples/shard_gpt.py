@@ -20,25 +20,18 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import cross_entropy, pad
 
 import ltx
-from ltx.extend import (
-    ClipByGlobalNorm,
-    CommHook,
-    StateLayout,
-    Updated,
-    members_of,
-    needs,
-    tree,
-    unwrapped,
-    with_members,
-)
+from ltx.extend import CommHook, Packing, StateLayout, Updated, needs, optimizers, tree, unwrapped
 
 
 @dataclass(frozen=True)
 class Arrived(CommHook):
     """Gradients come as sums over all ranks. What is left is to divide them, as is done where they are packed."""
 
-    averages = False  # has no second derivatives
+    alike = False  # each rank has its part
     sums = False
+
+    def packing(self, dtype, axis_size):
+        return Packing(dtype, 1 / axis_size, None)  # has no second derivatives
 
     def reduce(self, inputs):
         yield from ()
@@ -59,13 +52,10 @@ class Sharded(ltx.Strategy):
     def hook(self, step):
         return Arrived()
 
-    def shares_gradients(self, step):
-        return False
-
-    def check_optimizer(self, optimizer):
-        super().check_optimizer(optimizer)
-        for member in members_of(optimizer):
-            if not isinstance(member, ClipByGlobalNorm):
+    def check(self, optimizer, axis=None):
+        super().check(optimizer, axis)
+        for member in optimizers.members_of(optimizer):
+            if not isinstance(member, optimizers.ClipByGlobalNorm):
                 needs.require("ZeRO, optimizer", member, "Sharded")
 
     def init_optimizer(self, optimizer, params, axis):
@@ -73,11 +63,13 @@ class Sharded(ltx.Strategy):
 
     def update(self, update, states, info, pending):
         def of_all(member):
-            if not isinstance(member, ClipByGlobalNorm):
+            if not isinstance(member, optimizers.ClipByGlobalNorm):
                 return member
             return replace(member, norm=lambda parts: ltx.psum(member.norm(parts).square(), info.axis).sqrt())
 
-        optimizer = with_members(update.optimizer, [of_all(member) for member in members_of(update.optimizer)])
+        optimizer = optimizers.with_members(
+            update.optimizer, [of_all(member) for member in optimizers.members_of(update.optimizer)]
+        )
         params, opt_state = replace(update, optimizer=optimizer).apply()
         return Updated(params, opt_state, states, pending)
 

@@ -24,6 +24,7 @@ try:
     from ltx.core import transforms as _transforms
     from ltx.core.base import tree as tree
     from ltx.core.base.handed_in import HandedIn as _HandedIn
+    from ltx.core.base.slips import lacks as _lacks
 
     # --- collectives
     from ltx.core.collectives import *
@@ -71,44 +72,18 @@ if TYPE_CHECKING:
     from ltx.strategies.zero import ZeroStrategy
 
 _LATER = {
+    **dict.fromkeys(("DataPosition", "rank_zero_first", "share_out", "uneven"), "ltx.data"),
+    **dict.fromkeys(("DynamicLossScale", "Precision", "mixed_precision"), "ltx.core.training.mixed_precision"),
+    **dict.fromkeys(("Pool", "launch"), "ltx.runtime.pool"),
+    **dict.fromkeys(("progress", "show"), "ltx.runtime.show"),
     "BaguaStrategy": "ltx.strategies.bagua",
-    "DataPosition": "ltx.data",
     "DiLoCoStrategy": "ltx.strategies.diloco",
-    "DynamicLossScale": "ltx.core.training.mixed_precision",
     "HorovodStrategy": "ltx.strategies.horovod",
     "LocalSGDStrategy": "ltx.strategies.local_sgd",
     "PerRank": "ltx.runtime.per_rank",
-    "Pool": "ltx.runtime.pool",
-    "Precision": "ltx.core.training.mixed_precision",
     "ZeroStrategy": "ltx.strategies.zero",
-    "launch": "ltx.runtime.pool",
-    "mixed_precision": "ltx.core.training.mixed_precision",
-    "progress": "ltx.runtime.show",
-    "rank_zero_first": "ltx.data",
-    "share_out": "ltx.data",
-    "show": "ltx.runtime.show",
-    "uneven": "ltx.data",
 }
 _LATER_SUBMODULES = ("checkpoint", "profile", "tensor_parallel")
-
-#: Names that users of JAX look for.
-_OF_JAX = {
-    **{name: f"torch.func.{name}" for name in ("hessian", "jacfwd", "jacrev", "jvp", "linearize", "vjp")},
-    "checkpoint_name": "torch.utils.checkpoint.checkpoint",
-    "jit": "torch.compile",
-    "lax": "ltx itself: ltx.psum, ltx.pmean, ltx.all_gather",
-    "pbroadcast": "ltx.broadcast(x, src)",
-    "pcast": "ltx.pvary(x)",
-    "pgather": "ltx.all_gather(x), of which each rank takes what it needs",
-    "pmap": "ltx.vmap(f) on simulated ranks, and ltx.Pool(n).run(f) or ltx.launch on processes",
-    "process_count": "ltx.world().size",
-    "process_index": "ltx.world().rank",
-    "pshuffle": "ltx.ppermute(x, [(source, destination), ...])",
-    "pswapaxes": "ltx.all_to_all(x, split_dim, concat_dim)",
-    "shard_map": "ltx.data_parallel(step) under `with ltx.init():`, whose batch ltx.shard cuts",
-    "tree_util": "ltx.tree, with ltx.tree.map",
-    "value_and_grad": "ltx.grad_and_value(step), which gives (gradients, value)",
-}
 
 __all__ = [
     "Axis",
@@ -161,8 +136,7 @@ def __getattr__(name: str) -> Any:
     if name in _LATER_SUBMODULES:
         return import_module(f"ltx.{name}")
     if name not in _LATER:
-        here = f". What JAX calls so is {_OF_JAX[name]}" if name in _OF_JAX else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{here}")
+        raise _lacks(f"module {__name__!r}", name)
     return getattr(import_module(_LATER[name]), name)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -15,10 +15,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The entry point of ``ltx``: run a command, return its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["run"]:  # all other arguments belong to torchrun and to the script
-        return _run(arguments[1:])
-    parsed = _parser().parse_args(arguments)
-    command: Callable[[argparse.Namespace], int] = parsed.function
-    return command(parsed)
+        # Each command imports its own module, so that the others needn't be imported.
+        from ltx.runtime.run import launch
+
+        return launch(arguments[1:])
+    parsed = _parser().parse_args(arguments)  # the only other command is `doctor`
+    from ltx.runtime.doctor import doctor
+
+    return doctor(as_json=parsed.json, timeout_s=parsed.timeout)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -43,7 +47,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="how long ranks may take to meet, and a collective to complete (default: %(default)s)",
     )
-    doctor.set_defaults(function=_doctor)
     return parser
 
 
@@ -53,18 +56,3 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text}")
     return number
-
-
-# Each command imports its own module, so that the others needn't be imported.
-
-
-def _run(arguments: Sequence[str]) -> int:
-    from ltx.runtime.run import launch
-
-    return launch(arguments)
-
-
-def _doctor(parsed: argparse.Namespace) -> int:
-    from ltx.runtime.doctor import doctor
-
-    return doctor(as_json=parsed.json, timeout_s=parsed.timeout)

@@ -22,7 +22,7 @@ import torch
 
 import ltx
 from ltx.errors import ArgumentError, DataError, InputError, UnsupportedError
-from ltx.extend import Axis, arguments, brief, comm, told, tree
+from ltx.extend import Axis, arguments, brief, collectives, comm, tree
 from ltx.typing import Tree
 
 Items = TypeVar("Items")
@@ -251,7 +251,7 @@ def _turns(iterable: Iterable[Any], axis: Axis, divisor: str, stop: str) -> Iter
                 state = _DONE
             except Exception as raised:  # tell any error, since the others wait for this rank
                 state, error = _FAILED, raised
-        states = [states for (states,) in told("uneven", [state], axis)]
+        states = [states for (states,) in collectives.told("uneven", [state], axis)]
         if _FAILED in states:
             failed = [rank for rank, each in enumerate(states) if each == _FAILED]
             text = ltx.broadcast_object(_text(error), failed[0], axis)

@@ -19,13 +19,12 @@ What a hook gets and returns.
 * :class:`StartedWork`: communication that ``reduce`` has started itself, by another engine, and yields to wait for it.
 * :data:`Reduction`: the type of ``reduce``: a generator that returns :data:`Reduced`, the buffer and the next states.
 * :data:`LeafState`: the tensors that a hook keeps of one parameter, by name.
-* :data:`Terms`: tensors that are added to a gradient as it is packed, each with its factor.
+* :class:`Packing`: what ``packing`` returns: dtype and scale of what is packed, and what the result is of it.
 * :class:`AllReduce <ltx.hooks.AllReduce>`: the hook of the exact mean.
 * :func:`around`: the decorator of a hook or strategy that wraps another: it takes what it doesn't define from the
   wrapped one.
 * :func:`drive_within`: runs another hook's ``reduce`` inside your own, and answers its requests.
 * :func:`states_of`: the part of a parameter's state that a hook reads.
-* :func:`unchanging`: the hook that a compiled graph can hold; raises where the hook changes with the step.
 
 What a strategy gets and returns.
 
@@ -41,26 +40,9 @@ What a strategy gets and returns.
 * :func:`communicate_after_update`: the end of a step that a :class:`PostUpdateHook` does for all buckets together.
 * :class:`Old`, :class:`PostUpdateResult`: the old state that ``PostUpdateHook.finish_bucket`` gets, and what it
   returns.
-* :func:`members_of`, :func:`with_members`: the members of a chain of optimizers; the chain with other members.
-* :func:`times_lr`: an optimizer with a multiple of its learning rate.
-* :func:`advanced`, :func:`sees_loss`: an optimizer's state with another count of steps; whether a state takes the loss.
-* :class:`ClipByGlobalNorm`: clips by a norm; a strategy replaces ``norm`` if ranks have parts of the gradients.
 
-New collectives.
+Tensors and messages.
 
-* :class:`Rule`: defines a collective: what is sent, the result, and the derivative.
-* :func:`collective`: applies a rule to a tree of tensors, on processes, on simulated ranks and in graphs.
-* :func:`one_message`: decorates a function that calls it once: peers learn of its errors, ``async_`` accepts it.
-* :data:`HOST_BLOCKING`: the names of backends whose waits block the host, as gloo's do. Add yours if it is one.
-
-Buffers and messages.
-
-* :func:`pack`, :func:`unpack`: a bucket's gradients as one flat buffer; views of the buffer in their shapes.
-* :func:`is_plain`: whether a tensor is eager and on the CPU, so that pieces of it can be changed in place.
-* :func:`chunks`, :data:`CHUNK`: slices that stay in the cache, and the largest number of elements of one.
-* :func:`prefers_few_calls`: whether a tensor is eager and on an accelerator.
-* :func:`wide`: the dtype in which numbers of a given dtype are summed, float32 at least.
-* :func:`as_bytes`, :func:`view_as`: a tensor's bits as another dtype's, under vmap too.
 * :func:`recording`: whether a tracer is recording the code that runs now; then no values may be read.
 * :func:`unwrapped`: a tensor without the wrappers of torch.func's levels.
 * :func:`brief`: the ``repr`` of a user's value for an error, shortened; it never raises.
@@ -69,47 +51,40 @@ Modules. The names listed here are stable.
 
 * :mod:`tree`: ``flatten``, ``unflatten``, ``map``, ``leaf_paths``, ``describe``, ``register_node``, ``check_dense``,
   ``check_open``, ``check_tensors``, ``filled``, ``wanted``: trees of tensors, with dicts' keys sorted on every rank.
-* :mod:`arguments`: ``shown``, ``name_of`` for messages; ``checked``, ``check_fields``, ``check_whole``,
+* :mod:`buffers`: ``pack``, ``unpack`` for a bucket's gradients as one flat buffer, and views of it in their shapes;
+  ``is_plain`` (eager, on the CPU: pieces of it can be changed in place), ``prefers_few_calls`` (eager, on an
+  accelerator); ``chunks``, slices that stay in the cache, and ``CHUNK``, the elements of one.
+* :mod:`arguments`: ``shown``, ``name_of``, ``lacks`` for messages; ``checked``, ``check_fields``, ``check_whole``,
   ``check_number``, ``whole``, ``number``, ``is_whole``, ``is_number`` for what users give.
 * :mod:`needs`: ``TABLE`` has the requirements for combinations; ``require`` raises by a row of it.
 * :mod:`noise`: ``key_of``, ``uniform``, ``normal``: random numbers that are a function of seed, step, place and rank.
 * :mod:`optimizers`: ``LeafTransform``, ``LeafPart``, ``apply_leaves``, ``leaves_like`` for updates leaf by leaf;
   ``TorchOptimizer``, ``identity``, ``unless``, ``donated``, ``apply_updates``; ``TorchState``, ``LossState``,
-  ``Hyperparameter`` and ``Kept``, ``check_state``, ``all_of``, ``at_nodes`` for states; ``at_trace_time``.
+  ``Hyperparameter`` and ``Kept``, ``check_state``, ``all_of``, ``at_nodes`` for states; ``at_trace_time``;
+  ``members_of``, ``with_members`` for chains; ``times_lr``, an optimizer with a multiple of its rate; ``advanced``,
+  ``sees_loss``, a state with another count of steps, and whether it takes the loss; ``ClipByGlobalNorm``, of which a
+  strategy replaces ``norm`` if ranks have parts of the gradients.
+* :mod:`collectives`: ``Rule``, which defines a collective: what is sent, the result, and the derivative; ``collective``
+  applies it to a tree of tensors, on processes, on simulated ranks and in graphs; ``one_message`` decorates a function
+  that calls it once: peers learn of its errors, ``async_`` accepts it. ``wide``: the dtype in which numbers are summed,
+  float32 at least. ``told`` gives every rank's host a few integers of every rank; ``Halving`` is a rank's part of the
+  adaptive sum (:func:`ltx.adasum`).
 * :mod:`comm`: the communication of an axis of processes, for code that issues collectives like ``to_torch``:
-  ``resolve``, ``AxisComm``, ``Signature``, ``to_device``.
+  ``resolve``, ``AxisComm``, ``Signature``, ``to_device``; ``as_bytes``, ``view_as``, a tensor's bits as another
+  dtype's, under vmap too; ``HOST_BLOCKING``, the names of backends whose waits block the host: add yours if it is one.
 * :class:`Pending`: buckets that are reduced at the same time, with their phases in order.
-* :class:`Halving`: a rank's part of the adaptive sum, between the collectives of :func:`ltx.adasum`.
-* :func:`told`: gives every rank's host a few integers of every rank.
 """
 
-from ltx.core import comm
+from typing import Any
+
+from ltx.core import collectives, comm
 from ltx.core import optim as optimizers
 from ltx.core.base import arguments, needs, noise, tree
 from ltx.core.base.arguments import brief
 from ltx.core.base.private import unwrapped
 from ltx.core.base.traced import recording
-from ltx.core.collectives.adasum import Halving
-from ltx.core.collectives.calls import collective
-from ltx.core.collectives.futures import one_message
-from ltx.core.collectives.reduce import wide
-from ltx.core.collectives.uneven import told
-from ltx.core.comm.backends import HOST_BLOCKING
-from ltx.core.comm.operations import as_bytes, view_as
-from ltx.core.gradients.comm_hook import (
-    CHUNK,
-    AllReduce,
-    CommHook,
-    HookOffers,
-    around,
-    chunks,
-    is_plain,
-    pack,
-    prefers_few_calls,
-    states_of,
-    unchanging,
-    unpack,
-)
+from ltx.core.gradients import buffers
+from ltx.core.gradients.comm_hook import AllReduce, CommHook, HookOffers, around, states_of
 from ltx.core.gradients.exchange import Exchange
 from ltx.core.gradients.pending import Pending
 from ltx.core.gradients.planning import BucketSettings
@@ -118,17 +93,14 @@ from ltx.core.gradients.reduction import (
     BucketInput,
     CollectiveRequest,
     LeafState,
+    Packing,
     Reduced,
     Reduction,
     StartedWork,
-    Terms,
     drive_within,
 )
-from ltx.core.optim.base import Optimizer, OptimizerOffers, Update, advanced, sees_loss, times_lr
-from ltx.core.optim.combine import members_of, with_members
-from ltx.core.optim.grad_transforms import ClipByGlobalNorm
+from ltx.core.optim.base import Optimizer, OptimizerOffers, Update
 from ltx.core.ranks.axis import Axis, inner, outer
-from ltx.core.ranks.backings import Rule
 from ltx.core.transforms.strategy import Strategy, StrategyOffers, negotiate
 from ltx.core.transforms.strategy_update import (
     Old,
@@ -142,72 +114,68 @@ from ltx.core.transforms.strategy_update import (
 )
 
 __all__ = [
-    "CHUNK",
-    "HOST_BLOCKING",
     "AllReduce",
     "Axis",
     "Bucket",
     "BucketInput",
     "BucketSettings",
-    "ClipByGlobalNorm",
     "CollectiveRequest",
     "CommHook",
     "Exchange",
-    "Halving",
     "HookOffers",
     "LeafState",
     "Old",
     "Optimizer",
     "OptimizerOffers",
+    "Packing",
     "Pending",
     "PostUpdateHook",
     "PostUpdateResult",
     "Reduced",
     "Reduction",
-    "Rule",
     "StartedWork",
     "StateLayout",
     "States",
     "StepInfo",
     "Strategy",
     "StrategyOffers",
-    "Terms",
     "Update",
     "Updated",
-    "advanced",
     "arguments",
     "around",
-    "as_bytes",
     "brief",
-    "chunks",
-    "collective",
+    "buffers",
+    "collectives",
     "comm",
     "communicate_after_update",
     "drive_within",
     "inner",
-    "is_plain",
-    "members_of",
     "needs",
     "negotiate",
     "noise",
-    "one_message",
     "optimizers",
     "outer",
-    "pack",
-    "prefers_few_calls",
     "recording",
-    "sees_loss",
     "states_of",
-    "times_lr",
-    "told",
     "tree",
-    "unchanging",
-    "unpack",
     "unwrapped",
-    "view_as",
-    "wide",
-    "with_members",
 ]
+
+
+#: Names of before, by the module that has them now.
+_MOVED = {
+    "buffers": "CHUNK chunks is_plain pack prefers_few_calls unpack",
+    "collectives": "Halving told wide",
+    "comm": "as_bytes view_as",
+    "optimizers": "ClipByGlobalNorm advanced members_of sees_loss times_lr with_members",
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MOVED.items():
+        if name in names.split():  # of an AttributeError, `from ltx.extend import name` shows nothing
+            raise ImportError(f"ltx.extend.{name} is ltx.extend.{module}.{name} now.")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

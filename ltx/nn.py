@@ -21,7 +21,7 @@ from torch import nn
 
 import ltx
 from ltx.errors import InputError, TreeError, UnsupportedError
-from ltx.extend import arguments, brief, prefers_few_calls, recording, tree, unwrapped, wide
+from ltx.extend import arguments, brief, buffers, collectives, recording, tree, unwrapped
 
 __all__ = ["SyncBatchNorm", "convert_sync_batch_norm", "sync_batch_norm"]
 
@@ -120,7 +120,7 @@ def sync_batch_norm(
         moved, var = (None if t is None else t.detach().clone() for t in (running_mean, running_var))
         y = nn.functional.batch_norm(x, moved, var, weight, bias, True, momentum, eps)
         return y, moved, var
-    count, mean, var = _statistics(x.to(wide(x.dtype)), axis)
+    count, mean, var = _statistics(x.to(collectives.wide(x.dtype)), axis)
     unbiased = var * (count / (count - 1).clamp(min=1))
     return (
         _normalised(eps, x, mean, var, weight, bias),
@@ -132,7 +132,7 @@ def sync_batch_norm(
 def _kernels_take(x: torch.Tensor, *terms: torch.Tensor | None) -> bool:
     """Whether torch's kernels accept these dtypes together."""
     dtypes = {t.dtype for t in terms if t is not None}
-    return len(dtypes) < 2 and dtypes <= {x.dtype, wide(x.dtype)}
+    return len(dtypes) < 2 and dtypes <= {x.dtype, collectives.wide(x.dtype)}
 
 
 def _alone(axis: Any) -> bool:
@@ -143,7 +143,7 @@ def _alone(axis: Any) -> bool:
 def _normalised(eps: float, x: torch.Tensor, *terms: torch.Tensor | None) -> torch.Tensor:
     """Normalise `x`; `terms` are the mean, variance, weight and bias of its channels."""
     plain = x.numel() > 0 and torch.autograd.forward_ad._current_level < 0
-    if plain and prefers_few_calls(x) and _kernels_take(x, *terms):
+    if plain and buffers.prefers_few_calls(x) and _kernels_take(x, *terms):
         y: torch.Tensor = _Normalised.apply(eps, x, *terms)  # type: ignore[no-untyped-call]
         return y
     return _normalised_by_formula(eps, x, *terms)
@@ -182,7 +182,7 @@ class _Normalised(torch.autograd.Function):
 
 
 def _normalised_by_formula(eps: float, x: torch.Tensor, *terms: torch.Tensor | None) -> torch.Tensor:
-    dtype, (mean, var, weight, bias) = wide(x.dtype), terms
+    dtype, (mean, var, weight, bias) = collectives.wide(x.dtype), terms
     assert mean is not None
     assert var is not None
     scale = (var.to(dtype) + eps).rsqrt()
@@ -287,7 +287,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             self.num_batches_tracked.add_(1)
             if momentum is None:
                 # In the statistics' dtype: an integer tensor would give 1 / n in torch's default dtype.
-                momentum = 1 / self.num_batches_tracked.to(wide(self.running_mean.dtype))
+                momentum = 1 / self.num_batches_tracked.to(collectives.wide(self.running_mean.dtype))
         y, mean, var = sync_batch_norm(
             x,
             self.running_mean,

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dis
 import keyword
 import re
 import shlex
 import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from types import CodeType
 from typing import Any
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from ltx.core.world.world import cores
-from ltx.errors import CallFailedError, LtxError
-from ltx.runtime.messages import pack
+from ltx.errors import CallFailedError
+from ltx.runtime.messages import digest, stuck
 from ltx.runtime.per_rank import PerRank
 from ltx.runtime.pool import Pool
-from ltx.runtime.shell import run_cell
+from ltx.runtime.shell import Cell, own_or_brought
 from ltx.runtime.show import Display
 
 
@@ -35,44 +39,30 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
+    count = _kind("a number of workers of at least 1", int, lambda n: n >= 1)
+    name = _kind("a name to assign to", str, lambda text: text.isidentifier() and not keyword.iskeyword(text))
+    seconds = _kind("seconds above 0", float, lambda s: 0 < s < float("inf"))
     parser = _Parser(prog="%%ltx", add_help=False, description="Run the cell on every worker.")
     parser.add_argument("-h", "--help", action="store_true", help="print this, and run nothing")
-    parser.add_argument("-n", type=_count, help="number of workers; add --restart to change it")
+    parser.add_argument("-n", type=count, help="number of workers; add --restart to change it")
     parser.add_argument("--restart", action="store_true", help="end the workers, and lose what they keep")
     parser.add_argument("--rank", type=int, help="run on this rank alone")
-    parser.add_argument("--out", type=_name, help="assign the last value of each rank, a PerRank, to this name")
+    parser.add_argument("--out", type=name, help="assign the last value of each rank, a PerRank, to this name")
     parser.add_argument("--in", dest="given", default="", help="names in the notebook whose values to send: model,data")
-    parser.add_argument("--timeout", type=_seconds, help="seconds that the cell may take")
+    parser.add_argument("--timeout", type=seconds, help="seconds that the cell may take")
     return parser
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of workers of at least 1, got {text!r}")
-    return int(text)
+def _kind(what: str, read: Callable[[str], Any], fits: Callable[[Any], bool]) -> Callable[[str], Any]:
+    """An ``argparse`` type: `what` errors expect, how to read it, and whether that is one."""
 
+    def parse(text: str) -> Any:
+        with suppress(ValueError):
+            if fits(value := read(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"expected {what}, got {text!r}")
 
-def _name(text: str) -> str:
-    if not text.isidentifier() or keyword.iskeyword(text):
-        raise argparse.ArgumentTypeError(f"expected a name to assign to, got {text!r}")
-    return text
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected seconds above 0, got {text!r}")
-    return seconds
-
-
-class CellSyntaxError(LtxError, ValueError):  # not a SyntaxError, which IPython treats specially
-    """A cell for the workers isn't valid Python."""
-
-    def _render_traceback_(self) -> list[str]:
-        return [str(self)]
+    return parse
 
 
 @magics_class
@@ -98,8 +88,7 @@ class LtxMagics(Magics):
         if cell is None:
             self._line(line.strip())
             return
-        parser = _parser()
-        asked = parser.parse_args(shlex.split(line))
+        asked = (parser := _parser()).parse_args(shlex.split(line))
         if asked.help:
             print(parser.format_help(), end="")
             return
@@ -112,8 +101,8 @@ class LtxMagics(Magics):
                 f"%%ltx --rank {asked.rank} --out {asked.out}: --out takes a value of every rank. Leave --rank out and "
                 f"take {asked.out}.rank({asked.rank})."
             )
-        names = [name for name in asked.given.split(",") if name]
-        missing = [name for name in names if name not in self.shell.user_ns]
+        forced = [name for name in asked.given.split(",") if name]
+        missing = [name for name in forced if name not in self.shell.user_ns]
         if missing:
             raise UsageError(f"%%ltx --in: the notebook has no {', '.join(map(repr, missing))}.")
         # Not from execution_count, which is one ahead while a cell runs.
@@ -121,29 +110,44 @@ class LtxMagics(Magics):
         # The magic is the cell's line 1, and IPython drops blank lines after it: both are added for the line numbers.
         blank = len(cell) - len(cell.lstrip("\n"))
         source = "\n" * (1 + blank) + self.shell.transform_cell(cell)
-        _check(source, name)
-        given = {name: self.shell.user_ns[name] for name in names}
-        for each, value in given.items():
-            try:
-                pack(value).close()
-            except Exception as error:
-                kind = type(value).__name__
-                raise UsageError(f"%%ltx --in {each}: a {kind} can't be sent to the workers: {error}") from None
-        pool = self._pool(size, asked.restart)
-        ranks = range(len(pool)) if asked.rank is None else [asked.rank]
-        arguments = (source, name, given, asked.out is not None)
         try:
-            if asked.rank is None:
-                values = list(pool.run(run_cell, *arguments, timeout_s=asked.timeout))
-            else:
-                values = [pool.run_on(asked.rank, run_cell, *arguments, timeout_s=asked.timeout)]
+            code = compile(source, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+        except SyntaxError as error:
+            raise UsageError("".join(traceback.format_exception_only(error)).rstrip()) from None
+        used = sorted(_taken(code) & self.shell.user_ns.keys() - set(forced))
+        ranks = range(size) if asked.rank is None else [asked.rank]
+        has: list[dict[str, str]] = [{}]  # of new workers
+        if self.pool is not None and not asked.restart and size == len(self.pool) and used:
+            has = self.pool._call(ranks, own_or_brought, (used,), {}, None)
+        given = self._given(forced, used, has)
+        pool, call = self._pool(size, asked.restart), Cell(source, name, asked.out is not None)
+        try:
+            values = pool._call(ranks, call, (given,), {}, asked.timeout)
         except CallFailedError as error:
             self._hint(error)
             raise
         if asked.out is not None:
             self.shell.user_ns[asked.out] = PerRank(values)
         else:
-            _show(dict(zip(ranks, values, strict=True)), len(pool))
+            _show(dict(zip(ranks, values, strict=True)), size)
+
+    def _given(self, forced: list[str], used: list[str], has: list[dict[str, str]]) -> dict[str, tuple[str, Any]]:
+        """What a cell brings along for the names `forced`, and for those `used` that a worker lacks, with digests.
+
+        `has`: what the workers have of `used` (:func:`ltx.runtime.shell.own_or_brought`).
+        """
+        given = {}
+        for name in (*forced, *(name for name in used if any(there.get(name) != "" for there in has))):
+            value = self.shell.user_ns[name]
+            try:
+                found = digest(value)
+            except Exception as error:
+                why = f" --in {name}" if name in forced else f": the cell uses {name!r} of the notebook"
+                what = f"a {type(value).__name__} can't be sent to the workers: {error}{stuck(value)}"
+                raise UsageError(f"%%ltx{why}: {what}. Make one in the cell.") from None
+            if name in forced or any(there.get(name) not in ("", found) for there in has):
+                given[name] = ("" if name in forced else found, value)
+        return given
 
     def _line(self, line: str) -> None:
         if line == "stop":
@@ -170,20 +174,21 @@ class LtxMagics(Magics):
     def _hint(self, error: CallFailedError) -> None:
         """Add a hint if the error is about a name that only the notebook has: everybody's first mistake."""
         found = re.fullmatch(r"name '(\w+)' is not defined", str(error.__cause__))
-        name = found[1] if found and isinstance(error.__cause__, NameError) else None
-        if name in self.shell.user_ns:
+        if (name := found and found[1]) in self.shell.user_ns:
             error.args = (
-                f"{error}\n\n{name!r} is defined in the notebook, not on the workers: send it along with "
-                f"`%%ltx --in {name}`, or define it in a %%ltx cell.",
+                f"{error}\n\n{name!r} is defined in the notebook, not on the workers. A cell brings the names that it "
+                f"uses, but none that it assigns, or that only a magic or a string has: `%%ltx --in {name}` sends it.",
             )
 
 
-def _check(source: str, name: str) -> None:
-    """Raise CellSyntaxError for a syntax error, before anything is sent."""
-    try:
-        compile(source, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
-    except SyntaxError as error:
-        raise CellSyntaxError("".join(traceback.format_exception_only(error)).rstrip()) from None
+def _taken(code: CodeType) -> set[str]:
+    """The global names that `code` uses, functions in it included, but doesn't assign."""
+    done = [(step.opname, step.argval) for step in dis.get_instructions(code)]
+    loaded = {name for kind, name in done if kind in ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")}
+    assigned = {name for kind, name in done if kind in ("STORE_NAME", "DELETE_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")}
+    inner = set[str]().union(*(_taken(each) for each in code.co_consts if isinstance(each, CodeType)))
+    # what a class body assigns are no globals of its methods
+    return (loaded | inner) - assigned if code.co_name == "<module>" else (loaded - assigned) | inner
 
 
 def _show(values: dict[int, Display | None], size: int) -> None:

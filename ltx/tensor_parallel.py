@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 import ltx
 from ltx.errors import ReplicaDivergedError, StrategyError, UnsupportedError
-from ltx.extend import ClipByGlobalNorm, CommHook, Optimizer, comm, members_of, recording, tree, unwrapped, with_members
+from ltx.extend import CommHook, Optimizer, comm, optimizers, recording, tree, unwrapped
 from ltx.typing import Tree
 
 __all__ = ["DTensorState", "DTensorStep", "DTensorTrainStep", "with_dtensors"]
@@ -97,9 +97,10 @@ class Layout:
         over = dict(zip(paths, self.split_over, strict=True))
         split, every = [path for path in over if over[path]], {group for groups in over.values() for group in groups}
         beside = [path for path in over if {*over[path]} != every]
-        hooks = _hooks_in((*vars(strategy).values(), *dict.fromkeys(map(strategy.hook, range(sum(strategy.cycle))))))
-        for part in (strategy, *hooks) if split and axis.size > 1 else ():
-            lossy = isinstance(part, CommHook) and not (part.exact or part.elementwise)
+        steps, ways = range(sum(strategy.cycle or (0, 1))), (strategy.hook, strategy.post_update_hook)
+        ahead = dict.fromkeys(way(step) for way in ways for step in steps)
+        for part in _hooks_in((*vars(strategy).values(), *ahead)) if split and axis.size > 1 else ():
+            lossy = not (part.exact or part.elementwise)
             if part.needs_whole or (lossy and beside):
                 among = "" if part.needs_whole else f", and leaf {beside[0]!r}, which they share, is beside it"
                 raise UnsupportedError(
@@ -210,12 +211,12 @@ def _on_parts(optimizer: Any, layout: Layout) -> Any:
     """`optimizer`, for trained parameters with this layout, of which ranks hold parts."""
     if optimizer.offers.elementwise or not any(layout.split_over):
         return optimizer
-    if isinstance(optimizer, ClipByGlobalNorm) and optimizer.takes_parts:
+    if isinstance(optimizer, optimizers.ClipByGlobalNorm) and optimizer.takes_parts:
         return replace(optimizer, norm=NormOfParts(layout))
     if isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):  # an average of its parameters
         return replace(optimizer, optimizer=_on_parts(inner, layout))
-    if members_of(optimizer) != (optimizer,):
-        return with_members(optimizer, [_on_parts(member, layout) for member in members_of(optimizer)])
+    if (members := optimizers.members_of(optimizer)) != (optimizer,):
+        return optimizers.with_members(optimizer, [_on_parts(member, layout) for member in members])
     raise StrategyError(
         f"{optimizer!r} needs whole parameters, and ranks hold parts of DTensors: use an elementwise optimizer (SGD, "
         "Adam, ...; from_functions(..., elementwise=True)), alone or in a chain with clip_by_global_norm."

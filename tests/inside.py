@@ -13,7 +13,9 @@ from ltx.core.comm import open_axes, open_axis, resolve
 from ltx.core.comm.axis_comm import NewGroup
 from ltx.core.comm.registry import GroupAxis
 from ltx.core.ranks.axis import axes_in_scope, find
+from ltx.core.ranks.backings import Levels
 from ltx.core.ranks.batched import VmapRanks
+from ltx.core.transforms.strategy import constant_hook, shares_gradients, stateful
 from ltx.strategies.async_averaging import AsyncAveraging
 from ltx.strategies.qadam import QAdam
 
@@ -23,15 +25,19 @@ SUMMARY_BYTES = 64
 __all__ = [
     "SUMMARY_BYTES",
     "AsyncAveraging",
+    "Levels",
     "QAdam",
     "VmapRanks",
     "axes_in_scope",
     "close_axis",
+    "constant_hook",
     "find",
     "new_axis",
     "open_axes",
     "open_axis",
     "resolve",
+    "shares_gradients",
+    "stateful",
 ]
 
 

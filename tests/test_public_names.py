@@ -13,7 +13,7 @@ PUBLIC = ("ltx", "ltx.checkpoint", "ltx.errors", "ltx.extend", "ltx.hooks", "ltx
 PUBLIC += ("ltx.tensor_parallel",)
 MODULES = {
     "ltx": {"checkpoint", "errors", "hooks", "nn", "optim", "profile", "tensor_parallel"},
-    "ltx.extend": {"arguments", "comm", "needs", "noise", "optimizers", "tree"},
+    "ltx.extend": {"arguments", "buffers", "collectives", "comm", "needs", "noise", "optimizers", "tree"},
 }
 
 

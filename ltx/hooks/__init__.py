@@ -9,12 +9,12 @@ from ltx.hooks.plain import Noop
 if TYPE_CHECKING:
     from ltx.hooks.adasum import Adasum
     from ltx.hooks.by_path import partition
-    from ltx.hooks.combined import after, cast, chain
+    from ltx.hooks.combined import after, cast, chain, error_feedback
     from ltx.hooks.ddp import from_torch, to_torch
     from ltx.hooks.eight_bit import QSGD, ByteGrad, Quantize
     from ltx.hooks.functions import from_functions
     from ltx.hooks.half import BF16, FP16
-    from ltx.hooks.lossy import CompressedAllReduce, LossyHook, error_feedback
+    from ltx.hooks.lossy import CompressedAllReduce, LossyHook
     from ltx.hooks.onebit import OneBit
     from ltx.hooks.powersgd import BatchedPowerSGD, PowerSGD
     from ltx.hooks.sparse import RandomK, TopK
@@ -52,12 +52,12 @@ __all__ = [
 # Most programs need none of these, and making their dataclasses takes time: each module is imported at first use.
 _LATER = {
     "Adasum": "adasum",
-    **dict.fromkeys(("after", "cast", "chain"), "combined"),
+    **dict.fromkeys(("after", "cast", "chain", "error_feedback"), "combined"),
     **dict.fromkeys(("QSGD", "ByteGrad", "Quantize"), "eight_bit"),
     "from_functions": "functions",
     **dict.fromkeys(("from_torch", "to_torch"), "ddp"),
     **dict.fromkeys(("BF16", "FP16"), "half"),
-    **dict.fromkeys(("CompressedAllReduce", "LossyHook", "error_feedback"), "lossy"),
+    **dict.fromkeys(("CompressedAllReduce", "LossyHook"), "lossy"),
     "OneBit": "onebit",
     "partition": "by_path",
     **dict.fromkeys(("BatchedPowerSGD", "PowerSGD"), "powersgd"),

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 
 from ltx.errors import StrategyError
-from ltx.extend import BucketInput, CollectiveRequest, CommHook, Halving, Reduction, brief, is_plain
+from ltx.extend import BucketInput, CollectiveRequest, CommHook, Packing, Reduction, brief, buffers, collectives
 
 _PIECE = 1 << 16
 _DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -50,7 +50,6 @@ class Adasum(CommHook):
 
     exact: ClassVar[bool] = False
     sums: ClassVar[bool] = False
-    averages: ClassVar[bool] = False
     needs_whole: ClassVar[bool] = True
 
     dtype: torch.dtype | None = None
@@ -62,20 +61,18 @@ class Adasum(CommHook):
                 f"Adasum.dtype must be a real floating dtype of torch or None, got {brief(self.dtype)}."
             )
 
-    def phases_on(self, axis_size: int) -> int:
-        return 2 * Halving.levels(axis_size) + 1
+    def phases(self, axis_size: int) -> int:
+        return 2 * collectives.Halving.levels(axis_size) + 1
 
-    def scale(self, axis_size: int) -> float:
-        return 1.0
-
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+    def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
         if dtype.is_complex:
             raise StrategyError(f"{self!r} combines real gradients, and a parameter is {dtype}.")
-        return dtype if self.dtype is None or dtype.itemsize <= self.dtype.itemsize else self.dtype
+        narrow = dtype if self.dtype is None or dtype.itemsize <= self.dtype.itemsize else self.dtype
+        return Packing(narrow, 1.0, None)
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         flat = inputs.flat
-        halving = Halving(inputs.bucket.sizes, inputs.axis_size, inputs.rank, flat.dtype)
+        halving = collectives.Halving(inputs.bucket.sizes, inputs.axis_size, inputs.rank, flat.dtype)
         if halving.n == 1 or not flat.numel():
             return flat, inputs.states
         piece = halving.rows(flat)
@@ -83,9 +80,11 @@ class Adasum(CommHook):
             given = halving.given(piece, level).contiguous()
             received = yield CollectiveRequest("ppermute", given, arguments=halving.partners(level))
             a, b = halving.pair(piece, received, level)
-            plain = is_plain(a)
-            summed = yield CollectiveRequest("psum", (_products if plain else Halving.products)(halving, a, b, level))
-            piece = (_combined if plain else Halving.combined)(halving, a, b, summed, level)
+            plain = buffers.is_plain(a)
+            summed = yield CollectiveRequest(
+                "psum", (_products if plain else collectives.Halving.products)(halving, a, b, level)
+            )
+            piece = (_combined if plain else collectives.Halving.combined)(halving, a, b, summed, level)
         rows = yield CollectiveRequest("all_gather", piece[0])
         return halving.joined(rows), inputs.states
 
@@ -93,7 +92,7 @@ class Adasum(CommHook):
 # --- on the CPU, eagerly: in pieces that stay in the cache -----------------------------------------------------------
 
 
-def _products(halving: Halving, a: torch.Tensor, b: torch.Tensor, level: int) -> torch.Tensor:
+def _products(halving: collectives.Halving, a: torch.Tensor, b: torch.Tensor, level: int) -> torch.Tensor:
     """As :meth:`Halving.products`, piece by piece."""
     sums = [[0.0, 0.0, 0.0] for _ in halving.sizes]
     a, b = a.view(-1), b.view(-1)
@@ -106,7 +105,9 @@ def _products(halving: Halving, a: torch.Tensor, b: torch.Tensor, level: int) ->
     return torch.where(halving.here(level, a.device), by_product, 0.0)
 
 
-def _combined(halving: Halving, a: torch.Tensor, b: torch.Tensor, summed: torch.Tensor, level: int) -> torch.Tensor:
+def _combined(
+    halving: collectives.Halving, a: torch.Tensor, b: torch.Tensor, summed: torch.Tensor, level: int
+) -> torch.Tensor:
     """As :meth:`Halving.combined`, piece by piece, in the memory of `a`, which only this rank uses."""
     weights = list(zip(*(w.tolist() for w in halving.weights(summed, level)), strict=True))
     flat, other = a.view(-1), b.view(-1)
@@ -117,7 +118,7 @@ def _combined(halving: Halving, a: torch.Tensor, b: torch.Tensor, summed: torch.
     return a
 
 
-def _pieces(halving: Halving, level: int) -> Iterator[tuple[int, slice]]:
+def _pieces(halving: collectives.Halving, level: int) -> Iterator[tuple[int, slice]]:
     """Yields (index of the part, slice); a slice fits into the cache as float64."""
     for part, segment in enumerate(halving.segments(level)):
         for start in range(segment.start, segment.stop, _PIECE):

@@ -10,8 +10,11 @@ from itertools import chain
 import torch
 
 from ltx.errors import StrategyError
-from ltx.extend import Axis, CommHook, HookOffers, LeafState, brief, needs, tree
+from ltx.extend import Axis, CommHook, HookOffers, LeafState, Packing, brief, needs, tree
 from ltx.hooks.combined import Several
+
+#: What all of its hooks have to offer.
+_OF_ALL = ("exact", "alike", "elementwise", "sums", "gives_gradients")
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,34 +36,24 @@ class Partition(Several):
         each = [hook.offers for hook in self.members]
         ends = [one.constant_after for one in each if one.constant_after is not None]
 
-        def within(axis: Axis) -> Axis | None:
-            first, *others = (one.within(axis) for one in each)
-            return first if all(other == first for other in others) else None
+        def phases(axis_size: int) -> int:
+            return max(one.phases(axis_size) if callable(one.phases) else one.phases for one in each)
 
         return HookOffers(
-            exact=all(one.exact for one in each),
-            averages=all(one.averages for one in each),
-            alike=all(one.alike for one in each),
-            elementwise=all(one.elementwise for one in each),
+            **{name: all(getattr(one, name) for one in each) for name in _OF_ALL},
             needs_whole=any(one.needs_whole for one in each),
-            sums=all(one.sums for one in each),
-            gives_gradients=all(one.gives_gradients for one in each),
             state_names=super().state_names,
             reads_step=any(one.reads_step for one in each),
             constant_after=max(ends) if len(ends) == len(each) else None,
-            stateful=any(one.stateful for one in each),
             bucket_factor=max(one.bucket_factor for one in each),
-            phases=max(one.phases for one in each),
-            phases_on=lambda axis_size: max(one.phases_on(axis_size) for one in each),
-            by_path=True,
-            within=within,
+            phases=phases,
         )
 
     def each(self, paths: Sequence[str], *, part: bool = False) -> list[CommHook]:
         found: list[CommHook] = [self] * len(paths)
         for hook, places in zip(self.members, _places(self.patterns, tuple(paths), part), strict=True):
             own = hook.each([paths[place] for place in places], part=part)
-            for place, one in zip(places, own, strict=True):
+            for place, one in zip(places, own or [hook] * len(places), strict=True):
                 found[place] = one
         return found
 
@@ -73,6 +66,11 @@ class Partition(Several):
 
     def axes(self, axis: Axis) -> tuple[Axis, ...]:
         return tuple(dict.fromkeys(chain.from_iterable(hook.axes(axis) for hook in self.members)))
+
+    def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
+        """Of gradients that hooks pack by their own: only whether all results are sums is asked."""
+        each = [hook.packing(dtype, axis_size) for hook in self.members]
+        return each[0] if all(one.counts_as is not None for one in each) else each[0]._replace(counts_as=None)
 
     def __repr__(self) -> str:
         return f"partition({dict(zip(self.patterns, self.members, strict=True))!r})"

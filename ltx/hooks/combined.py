@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import singledispatch
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +16,8 @@ from ltx.extend import (
     CollectiveRequest,
     CommHook,
     LeafState,
-    Terms,
+    Packing,
+    PostUpdateHook,
     arguments,
     around,
     brief,
@@ -25,7 +27,7 @@ from ltx.extend import (
 )
 from ltx.hooks.half import BF16, FP16
 from ltx.hooks.lossy import Compression, CompressionResult, LossyHook
-from ltx.hooks.plain import EXACT
+from ltx.hooks.plain import EXACT, Noop
 
 
 @dataclass(frozen=True)
@@ -45,20 +47,44 @@ class Several(CommHook):
         return tuple(dict.fromkeys(name for hook in self.members for name in hook.state_names))
 
     @property
-    def by_path(self) -> bool:
-        return any(hook.by_path for hook in self.members)
-
-    @property
     def alike(self) -> bool:
         return all(hook.alike for hook in self.members)
 
-    def cast(self, dtype: torch.dtype) -> CommHook:
-        return self.of(lambda hook: cast(hook, dtype))
+    def each(self, paths: Sequence[str], *, part: bool = False) -> Sequence[CommHook] | None:
+        return None if all(hook.each(paths, part=part) is None for hook in self.members) else [self] * len(paths)
 
-    def with_error_feedback(self) -> CommHook | None:
-        if all(hook.with_error_feedback() is None for hook in self.members):
-            return None
-        return self.of(lambda hook: hook.with_error_feedback() or hook)
+
+def with_error_feedback(hook: CommHook) -> CommHook | None:
+    """`hook` with error feedback; None if it makes no error."""
+    if isinstance(hook, Several) and any(map(with_error_feedback, hook.members)):
+        return hook.of(lambda member: with_error_feedback(member) or member)
+    return replace(hook, error_feedback=True) if isinstance(hook, LossyHook) else None
+
+
+@arguments.checked("hook")
+def error_feedback(hook: CommHook) -> CommHook:
+    """`hook` with error feedback: what it doesn't send at a step is added to the next step's gradients.
+
+    Args:
+        hook: a lossy hook, or a combination of lossy hooks.
+
+    Returns:
+        The same hook with communication state ("residual", one tensor of each parameter's shape).
+
+    Raises:
+        StrategyError: the hook is exact, or has no compression error to feed back.
+
+    Source: Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes", 2019.
+
+    Example:
+        >>> import ltx
+        >>> ltx.hooks.error_feedback(ltx.hooks.ByteGrad())
+        ByteGrad(error_feedback=True)
+    """
+    fed = with_error_feedback(hook)
+    needs.require("error feedback, hook", hook, "", fed)
+    assert fed is not None
+    return fed
 
 
 @dataclass(frozen=True)
@@ -131,13 +157,13 @@ class Chain(LossyHook):
         needs.require("chain, inner hook", self.inner, f"chain: {self.hook!r}")
         needs.require("state in a chain, inner hook", self.inner, f"chain: {self.hook!r}")
         if self.error_feedback:
-            fed = self.hook.with_error_feedback()
+            fed = with_error_feedback(self.hook)
             if fed is not None:  # the chain uses this hook's state
                 object.__setattr__(self, "hook", fed)
         elif isinstance(self.hook, LossyHook) and self.hook.error_feedback:
             object.__setattr__(self, "error_feedback", True)
         if self.error_feedback:
-            self.inner.with_error_feedback()  # raises if the inner hook's errors are too large to feed back
+            with_error_feedback(self.inner)  # raises if the inner hook's errors are too large to feed back
 
     @property
     def reads_step(self) -> bool:
@@ -154,7 +180,7 @@ class Chain(LossyHook):
     @property
     def _inner(self) -> CommHook:
         """The inner hook as it runs: with error feedback it has to tell what it sent."""
-        return (self.inner.with_error_feedback() if self.error_feedback else None) or self.inner
+        return (with_error_feedback(self.inner) if self.error_feedback else None) or self.inner
 
     @property
     def elementwise(self) -> bool:
@@ -176,13 +202,13 @@ class Chain(LossyHook):
         hook, inner = self.hook.constant_after, self.inner.constant_after
         return None if hook is None or inner is None else max(hook, inner)
 
-    def extra_terms(self, state: LeafState, axis_size: int) -> Terms:
-        return super().extra_terms(state, axis_size) if self.error_feedback else self.hook.extra_terms(state, axis_size)
-
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        wide = super().wire_dtype(dtype) if self.error_feedback else self.hook.wire_dtype(dtype)
-        self.inner.wire_dtype(wide)  # raises for gradients that the inner hook doesn't take
-        return wide
+    def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
+        packing = self.hook.packing(dtype, axis_size)
+        if self.error_feedback:
+            own = super().packing(dtype, axis_size)
+            packing = packing._replace(dtype=own.dtype, terms=own.terms)
+        self.inner.packing(packing.dtype, axis_size)  # raises for gradients that the inner hook doesn't take
+        return packing
 
     def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
         if isinstance(self.hook, LossyHook):
@@ -204,7 +230,7 @@ class Chain(LossyHook):
         shape, dtype = buffer.shape, buffer.dtype
         bucket = Bucket.of(inputs.bucket.index, [buffer])
         hook = self._inner
-        flat = buffer.reshape(-1).to(hook.wire_dtype(dtype))
+        flat = buffer.reshape(-1).to(hook.packing(dtype, inputs.axis_size).dtype)
         inner = replace(inputs, flat=flat, bucket=bucket, states=({},))
         if isinstance(hook, LossyHook):
             sent = yield from hook.send(inner, feedback=feedback)
@@ -285,4 +311,15 @@ def cast(hook: CommHook, dtype: torch.dtype) -> CommHook:
     half = _HALVES.get(dtype)
     if half is None:
         raise StrategyError(f"cast: dtype must be torch.float16 or torch.bfloat16, got {brief(dtype)}.")
-    return half if hook == EXACT else hook.cast(dtype) or chain(hook, half)
+    return half if hook == EXACT else in_half(hook, dtype)
+
+
+@singledispatch
+def in_half(hook: CommHook, dtype: torch.dtype) -> CommHook:
+    """`hook`, which isn't AllReduce, with sums in `dtype`. Hooks that do it by themselves are registered."""
+    return chain(hook, _HALVES[dtype])
+
+
+in_half.register(Noop, lambda hook, dtype: hook)
+in_half.register(PostUpdateHook, lambda hook, dtype: hook)  # Precision.reduce is for gradients
+in_half.register(Several, lambda hook, dtype: hook.of(lambda member: cast(member, dtype)))

@@ -23,14 +23,14 @@ from ltx.extend import (
     BucketInput,
     CommHook,
     LeafState,
+    Packing,
     Pending,
     Reduction,
     arguments,
+    buffers,
     comm,
     needs,
-    pack,
     states_of,
-    unpack,
 )
 
 TorchHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
@@ -63,7 +63,7 @@ class LookAlike:
 
     def gradients(self) -> list[torch.Tensor]:
         """Views of the buffer in the parameters' shapes."""
-        return unpack(self._buffer[: self._share.bucket.numel], self._share.bucket, cast=False)
+        return buffers.unpack(self._buffer[: self._share.bucket.numel], self._share.bucket, cast=False)
 
     def parameters(self) -> list[torch.Tensor]:
         """Raises UnsupportedError."""
@@ -120,8 +120,8 @@ class FromTorch(CommHook):
     def __hash__(self) -> int:
         return hash((self.hook, id(self.state)))
 
-    def scale(self, axis_size: int) -> float:
-        return 1.0  # DDP doesn't divide for hooks either
+    def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
+        return Packing(dtype, 1.0, 1.0 / axis_size)  # DDP doesn't divide for hooks either
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         axis_comm = self._comm(inputs)
@@ -253,7 +253,7 @@ class ToTorch:
                 "to_torch: names must be None, a DistributedDataParallel or its named parameters, got "
                 f"{arguments.shown(names)}."
             )
-        needs.require("bucket of DDP, hook", hook)
+        needs.require("bucket of DDP, hook", hook, "", hook.each((), part=True) is None)
         self.hook = hook
         self.step = 0
         self._group = names.process_group if isinstance(names, DistributedDataParallel) else None
@@ -337,9 +337,10 @@ class ToTorch:
                 f"{hook!r} with states {state_names}{', the last bucket' if last else ''}",
             ),
         )
-        now.axis_comm.open_phases(hook.phases_on(now.axis_comm.size))
+        phases = hook.phases
+        now.axis_comm.open_phases(phases(now.axis_comm.size) if callable(phases) else phases)
         # DDP doesn't divide a GradBucket. Packing copies, since the buffer is DDP's.
-        flat = pack(grads, mine, hook, now.axis.size, states)
+        flat = buffers.pack(grads, mine, hook, now.axis.size, states)
         now.names.append(names)
         # A stream that waits for the future runs after the work that its stream has when the future completes.
         future = torch.futures.Future[torch.Tensor](devices=[buffer.device] if buffer.device.type != "cpu" else None)

@@ -32,7 +32,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 
 from ltx.errors import StrategyError
-from ltx.extend import CHUNK, BucketInput, arguments, chunks, is_plain, noise
+from ltx.extend import BucketInput, arguments, buffers, noise
 from ltx.hooks.lossy import CompressedAllReduce, by_greatest, from_message, to_message
 
 _BAGUA_EPSILON = 1e-7
@@ -68,7 +68,7 @@ class EightBitHook(CompressedAllReduce):
         raise NotImplementedError(f"{type(self).__name__} must define grid(groups)")
 
     def encode(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
-        if is_plain(rows):
+        if buffers.is_plain(rows):
             return self._in_chunks(rows, keep=False)
         k, m = rows.shape
         groups = rows.view(k * self.groups(m), -1)
@@ -88,17 +88,17 @@ class EightBitHook(CompressedAllReduce):
         count = self.groups(m)
         head = 2 * count * rows.element_size()
         messages = torch.empty((k, head + m), dtype=torch.uint8, device="cpu")
-        codes, memory = messages[:, head:].view(torch.int8), rows.new_empty(min(CHUNK, rows.numel()))
+        codes, memory = messages[:, head:].view(torch.int8), rows.new_empty(min(buffers.CHUNK, rows.numel()))
         # Rows of one group are processed together: a call costs as much as thousands of numbers.
         alike = (1, k, m) if count == 1 else (k, count, -1)
         grids: list[tuple[torch.Tensor, torch.Tensor]] = []
         for row, row_codes in zip(rows.view(alike), codes.view(alike), strict=True):
-            several = max(1, CHUNK // row.shape[1]) if count > 1 else k
+            several = max(1, buffers.CHUNK // row.shape[1]) if count > 1 else k
             for groups, group_codes in zip(row.split(several), row_codes.split(several), strict=True):
                 base, offset, step, inverse = grid = self.grid(groups)
                 grids.append((centre := grid.centre, step))
                 based = bool(base.any())
-                columns = max(1, CHUNK // len(groups))
+                columns = max(1, buffers.CHUNK // len(groups))
                 for chunk, code in zip(groups.split(columns, 1), group_codes.split(columns, 1), strict=True):
                     scaled = memory[: chunk.numel()].view(chunk.shape)
                     if based:
@@ -114,7 +114,7 @@ class EightBitHook(CompressedAllReduce):
 
     def decode(self, messages: torch.Tensor, m: int, dtype: torch.dtype) -> torch.Tensor:
         k, count = messages.shape[0], self.groups(m)
-        if is_plain(messages):
+        if buffers.is_plain(messages):
             rows = torch.empty((k, m), dtype=dtype, device="cpu")
             for row, message in zip(rows, messages, strict=True):
                 for _ in self.decoded_in_turn(message, m, dtype, row):
@@ -129,7 +129,7 @@ class EightBitHook(CompressedAllReduce):
         return torch.where(scaled == -centre, scaled - scaled, scaled + centre).view(k, m)
 
     def decoded_sum(self, messages: torch.Tensor, m: int, dtype: torch.dtype) -> torch.Tensor:
-        if not is_plain(messages):
+        if not buffers.is_plain(messages):
             return super().decoded_sum(messages, m, dtype)
         total = torch.empty(m, dtype=dtype, device="cpu")
         first, *others = messages
@@ -151,9 +151,9 @@ class EightBitHook(CompressedAllReduce):
         grid, start = from_message(message[None], 0, 2 * count, dtype)
         centre, step = grid.view(2, count, 1)
         codes = message[start:].view(torch.int8).view(count, width)
-        memory = torch.empty(min(m, CHUNK), dtype=dtype, device="cpu") if row is None else row
-        for some in chunks(count, width):
-            for columns in chunks(width):
+        memory = torch.empty(min(m, buffers.CHUNK), dtype=dtype, device="cpu") if row is None else row
+        for some in buffers.chunks(count, width):
+            for columns in buffers.chunks(width):
                 code = codes[some, columns]
                 first = some.start * width + columns.start
                 at = slice(first, first + code.numel())
@@ -165,7 +165,7 @@ class EightBitHook(CompressedAllReduce):
 def _extremes(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # The extremes pass NaN on, so that the grid and everything decoded from it are NaN. Along a dimension aminmax takes
     # twenty times as long as amin and amax.
-    if groups.shape[1] >= CHUNK and is_plain(groups):
+    if groups.shape[1] >= buffers.CHUNK and buffers.is_plain(groups):
         low, high = map(torch.stack, zip(*(group.aminmax() for group in groups), strict=True))
         return low.view(-1, 1), high.view(-1, 1)
     return groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
@@ -218,7 +218,7 @@ class ByteGrad(EightBitHook):
     def grid(self, groups: torch.Tensor) -> Grid:
         low, high = _extremes(groups)
         around = (low <= 0) & (high >= 0)
-        if is_plain(groups) and bool(around.all()):
+        if buffers.is_plain(groups) and bool(around.all()):
             return _around_zero(low, high)
         pairs = zip(_around_zero(low, high), _from_least(low, high), strict=True)
         return Grid(*(torch.where(around, a, b) for a, b in pairs))

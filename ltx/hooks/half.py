@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import torch
 
-from ltx.extend import BucketInput, CollectiveRequest
+from ltx.extend import BucketInput, CollectiveRequest, Packing
 from ltx.hooks.lossy import CompressedAllReduce, Compression, CompressionResult, from_message, to_message
 
 _WIDE = (torch.float32, torch.float64)
@@ -41,10 +41,10 @@ class HalfHook(CompressedAllReduce):
     def decode(self, messages: torch.Tensor, m: int, dtype: torch.dtype) -> torch.Tensor:
         return from_message(messages, 0, m, self.short)[0].to(dtype)
 
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+    def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
         if self.error_feedback:
-            return super().wire_dtype(dtype)
-        return self.short if dtype in _WIDE else dtype
+            return super().packing(dtype, axis_size)
+        return Packing(self.short if dtype in _WIDE else dtype, 1.0 / axis_size, 1.0 / axis_size)
 
     def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
         dtype = inputs.flat.dtype

@@ -25,26 +25,13 @@ steps; Tang et al., "1-bit Adam", 2021, section 4.2, calls them compressed_allre
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, cast
 
 import torch
 
 from ltx.errors import StrategyError
-from ltx.extend import (
-    BucketInput,
-    CollectiveRequest,
-    CommHook,
-    LeafState,
-    Reduction,
-    Terms,
-    arguments,
-    as_bytes,
-    is_plain,
-    needs,
-    unpack,
-    view_as,
-)
+from ltx.extend import BucketInput, CollectiveRequest, CommHook, LeafState, Packing, Reduction, buffers, comm
 
 RESIDUAL = "residual"
 
@@ -85,21 +72,17 @@ class LossyHook(CommHook):
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
         if not self.error_feedback:
             return {}
-        return {RESIDUAL: torch.zeros_like(param, dtype=self.wire_dtype(param.dtype)).contiguous()}
+        return {RESIDUAL: torch.zeros_like(param, dtype=self.packing(param.dtype, 1).dtype).contiguous()}
 
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+    def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
         if dtype.is_complex:
             raise StrategyError(
                 f"{self!r} compresses real gradients, and a parameter is {dtype}. Use hooks.AllReduce() for a model "
                 "with complex parameters, or keep their real and imaginary parts apart (torch.view_as_real)."
             )
-        return torch.float32 if dtype.itemsize < 4 else dtype
-
-    def with_error_feedback(self) -> LossyHook:
-        return replace(self, error_feedback=True)
-
-    def extra_terms(self, state: LeafState, axis_size: int) -> Terms:
-        return [(state[RESIDUAL], 1.0)] if self.error_feedback and RESIDUAL in state else ()
+        wide = torch.float32 if dtype.itemsize < 4 else dtype
+        packing = Packing(wide, 1.0 / axis_size, 1.0 / axis_size)
+        return packing._replace(terms=_residual) if self.error_feedback else packing
 
     def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
         """Send a part of the input, which isn't empty. `feedback`: whether the caller will call ``own()``."""
@@ -119,34 +102,14 @@ class LossyHook(CommHook):
             return sent.total, sent.states
         sent, left = yield from self.send_and_keep(inputs)
         # Values that aren't finite reach all ranks, so they mustn't stay in the residual. A sum detects them.
-        if not sent.finite and not (is_plain(left) and left.sum().isfinite()):
+        if not sent.finite and not (buffers.is_plain(left) and left.sum().isfinite()):
             left.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        residuals = zip(sent.states, unpack(left, inputs.bucket, cast=False), strict=True)
+        residuals = zip(sent.states, buffers.unpack(left, inputs.bucket, cast=False), strict=True)
         return sent.total, [{**s, RESIDUAL: p} if RESIDUAL in s else s for s, p in residuals]
 
 
-@arguments.checked("hook")
-def error_feedback(hook: CommHook) -> CommHook:
-    """`hook` with error feedback: what it doesn't send at a step is added to the next step's gradients.
-
-    Args:
-        hook: a lossy hook, or a combination of lossy hooks.
-
-    Returns:
-        The same hook with communication state ("residual", one tensor of each parameter's shape).
-
-    Raises:
-        StrategyError: the hook is exact, or has no compression error to feed back.
-
-    Source: Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes", 2019.
-
-    Example:
-        >>> import ltx
-        >>> ltx.hooks.error_feedback(ltx.hooks.ByteGrad())
-        ByteGrad(error_feedback=True)
-    """
-    needs.require("error feedback, hook", hook)
-    return cast(CommHook, hook.with_error_feedback())
+def _residual(state: LeafState) -> Sequence[tuple[torch.Tensor, float]]:
+    return [(state[RESIDUAL], 1.0)] if RESIDUAL in state else ()
 
 
 @dataclass(frozen=True)
@@ -202,7 +165,7 @@ class CompressedAllReduce(LossyHook):
         return self._sending(inputs, feedback, in_place=False)
 
     def send_and_keep(self, inputs: BucketInput) -> CompressionWithRemainder:
-        if not is_plain(inputs.flat):
+        if not buffers.is_plain(inputs.flat):
             return (yield from super().send_and_keep(inputs))
         sent = yield from self._sending(inputs, feedback=True, in_place=True)
         assert sent.remainder is not None
@@ -271,7 +234,7 @@ def by_greatest(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def to_message(numbers: torch.Tensor) -> torch.Tensor:
     """The bytes of the last dimension."""
-    return as_bytes(numbers).flatten(-2)
+    return comm.as_bytes(numbers).flatten(-2)
 
 
 def from_message(messages: torch.Tensor, start: int, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
@@ -280,4 +243,4 @@ def from_message(messages: torch.Tensor, start: int, count: int, dtype: torch.dt
     part = messages[:, start:end]
     if dtype.itemsize > 1:  # view_as needs numbers that are aligned to their size
         part = part.clone(memory_format=torch.contiguous_format)
-    return view_as(part, dtype), end
+    return comm.view_as(part, dtype), end

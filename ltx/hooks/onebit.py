@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ltx.errors import StrategyError
-from ltx.extend import CHUNK, arguments, chunks, is_plain
+from ltx.extend import arguments, buffers
 from ltx.hooks.lossy import CompressedAllReduce, from_message, to_message
 
 #: For each dtype in which numbers are sent: (integer dtype of the same width, the sign's bit, the bits of 1.0).
@@ -57,7 +57,7 @@ class OneBit(CompressedAllReduce):
         return _mean_size(last.flatten())  # padding with the mean doesn't change the block's mean
 
     def encode(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
-        if is_plain(rows):
+        if buffers.is_plain(rows):
             return self._in_chunks(rows, keep=False)
         sizes = _mean_size(rows.view(rows.shape[0], -1, self.block))
         return torch.cat([to_message(sizes), packed(torch.signbit(rows))], 1)
@@ -70,12 +70,12 @@ class OneBit(CompressedAllReduce):
         k, count = rows.shape[0], rows.shape[1] // self.block
         head, word = count * rows.element_size(), self.block // 8
         messages = torch.empty((k, head + count * word), dtype=torch.uint8, device="cpu")
-        most = min(max(CHUNK, self.block), rows.shape[1])
+        most = min(max(buffers.CHUNK, self.block), rows.shape[1])
         memory, bytes_of = rows.new_empty(most), torch.empty(most, dtype=torch.int8, device="cpu")
         part, (whole, minus, one) = 2.0 ** -self.block.bit_length(), _BITS[rows.dtype]
         for row, message in zip(rows.view(k, count, self.block), messages, strict=True):
             sizes, bits = rows.new_empty(count, 1), message[head:].view(count, word)
-            for some in chunks(count, self.block):
+            for some in buffers.chunks(count, self.block):
                 chunk = row[some]
                 signs, signs_short = (m[: chunk.numel()].view(chunk.shape) for m in (memory, bytes_of))
                 torch.sum(torch.abs(chunk, out=signs).mul_(part), 1, keepdim=True, out=sizes[some])
@@ -94,12 +94,12 @@ class OneBit(CompressedAllReduce):
 
     def decode(self, messages: torch.Tensor, m: int, dtype: torch.dtype) -> torch.Tensor:
         sizes, start = from_message(messages, 0, m // self.block, dtype)
-        if is_plain(messages):
+        if buffers.is_plain(messages):
             table = _signs(messages.device, dtype)
             rows = torch.empty((len(messages), m // self.block, self.block), dtype=dtype, device="cpu")
             for row, message, size in zip(rows, messages, sizes, strict=True):
                 bits = message[start:].view(-1, self.block // 8)
-                for some in chunks(*row.shape):
+                for some in buffers.chunks(*row.shape):
                     chunk = row[some]
                     torch.index_select(table, 0, bits[some].reshape(-1).int(), out=chunk.view(-1, 8))
                     chunk.mul_(size[some, None])

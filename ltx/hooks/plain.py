@@ -9,7 +9,7 @@ import torch
 
 from ltx import hooks
 from ltx.errors import StrategyError
-from ltx.extend import AllReduce, BucketInput, CommHook, Reduction, Strategy, brief
+from ltx.extend import AllReduce, BucketInput, CommHook, Packing, Reduction, Strategy, brief
 
 NAMES = ("allreduce", "bf16", "fp16")
 EXACT = AllReduce()
@@ -30,16 +30,12 @@ class Noop(CommHook):
     """
 
     exact: ClassVar[bool] = False
-    averages: ClassVar[bool] = False
     alike: ClassVar[bool] = False
     elementwise: ClassVar[bool] = True
     sums: ClassVar[bool] = False
 
-    def cast(self, dtype: torch.dtype) -> Noop:
-        return self
-
-    def scale(self, axis_size: int) -> float:
-        return 1.0
+    def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
+        return Packing(dtype, 1.0, None)
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         return inputs.flat, inputs.states

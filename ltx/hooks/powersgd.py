@@ -32,10 +32,8 @@ from ltx.extend import (
     LeafState,
     arguments,
     brief,
-    is_plain,
+    buffers,
     noise,
-    prefers_few_calls,
-    unpack,
 )
 from ltx.hooks.lossy import Compression, CompressionResult, LossyHook, by_greatest
 
@@ -131,7 +129,7 @@ class PowerSGD(PowerHook):
         state = super().init(param, path)
         if self.warm_start:
             _, columns, r = thin
-            dtype = self.wire_dtype(param.dtype)
+            dtype = self.packing(param.dtype, 1).dtype
             state[Q] = self._random(r, columns, dtype, crc32(path.encode()), device=param.device)
         return state
 
@@ -156,7 +154,7 @@ class PowerSGD(PowerHook):
             if thin:
                 *seconds, _ = _cut((yield CollectiveRequest("psum", _joined(seconds))), seconds)
             norms = row_norms(seconds)
-            regular = is_plain(inputs.flat) and (not norms or bool(_regular(torch.cat(norms)).all()))
+            regular = buffers.is_plain(inputs.flat) and (not norms or bool(_regular(torch.cat(norms)).all()))
             if left or self.warm_start:
                 # A row that is zero or not finite keeps the last start, or all further iterations would stay there.
                 starts = [
@@ -173,7 +171,7 @@ class PowerSGD(PowerHook):
         products = {m: pair for (m, *_), pair in zip(thin, zip(firsts, seconds, strict=True), strict=True)}
         sums = dict(zip(whole, whole_sums.split([parts[m].numel() for m in whole]), strict=True))
         # 1/n of the total on each of n ranks adds up to the total.
-        early = feedback and is_plain(inputs.flat)
+        early = feedback and buffers.is_plain(inputs.flat)
         total = _assembled(parts, products, sums, 1 / n if early else None)
 
         def remainder(corrected: torch.Tensor) -> torch.Tensor:
@@ -183,7 +181,9 @@ class PowerSGD(PowerHook):
             if request.sent is not None:
                 sent = _cut(request.sent(), firsts)[-1].split([parts[m].numel() for m in whole])
                 for m, mine in zip(whole, sent, strict=True):
-                    unpack(corrected, inputs.bucket, cast=False)[m].view(-1).add_(sums[m], alpha=1 / n).sub_(mine)
+                    buffers.unpack(corrected, inputs.bucket, cast=False)[m].view(-1).add_(sums[m], alpha=1 / n).sub_(
+                        mine
+                    )
             return corrected
 
         # NaN or inf in a matrix makes its whole second product NaN, so `regular` has found them.
@@ -224,7 +224,7 @@ class BatchedPowerSGD(PowerHook):
         first = orthonormal(first)
         second = yield CollectiveRequest("psum", first @ matrix)
         total = _joined([first.mT @ second, rest])
-        finite = is_plain(second) and bool(_joined([second, rest]).isfinite().all())  # as in PowerSGD.send
+        finite = buffers.is_plain(second) and bool(_joined([second, rest]).isfinite().all())  # as in PowerSGD.send
 
         def remainder(corrected: torch.Tensor) -> torch.Tensor:
             return corrected.sub_(total, alpha=1 / n)
@@ -275,7 +275,7 @@ def _assembled(
 
     With `less`, this factor times the total is subtracted from `parts`, each part while it is in the cache.
     """
-    if not is_plain(parts[0]):
+    if not buffers.is_plain(parts[0]):
         firsts, seconds = ([pair[place] for pair in products.values()] for place in range(2))
         made = dict(zip(products, multiply_all([first.mT for first in firsts], seconds), strict=True))
         return _joined([sums[m] if m in sums else made[m] for m in range(len(parts))])
@@ -301,7 +301,7 @@ def multiply_all(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) 
     results = [torch.empty(0, device="cpu")] * len(lefts)
     alike: dict[tuple[Any, ...], list[int]] = {}
     for place, (left, right) in enumerate(zip(lefts, rights, strict=True)):
-        small = prefers_few_calls(left) and max(left.numel(), right.numel()) <= _SMALL
+        small = buffers.prefers_few_calls(left) and max(left.numel(), right.numel()) <= _SMALL
         alike.setdefault((left.shape, right.shape) if small else (place,), []).append(place)
     for places in alike.values():
         if len(places) == 1:
@@ -315,7 +315,7 @@ def multiply_all(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) 
 
 def row_norms(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The norms of each matrix' rows, as a column."""
-    if not matrices or not prefers_few_calls(matrices[0]):
+    if not matrices or not buffers.prefers_few_calls(matrices[0]):
         return [torch.linalg.vector_norm(x, dim=-1, keepdim=True) * most for x, most in map(by_greatest, matrices)]
     rows = [row for matrix in matrices for row in matrix]
     most = torch._foreach_norm(rows, inf)
@@ -344,7 +344,7 @@ def orthonormal_all(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if not matrices:
         return []
     length, ranks = (max(matrix.shape[dim] for matrix in matrices) for dim in (0, 1))
-    if prefers_few_calls(matrices[0]):
+    if buffers.prefers_few_calls(matrices[0]):
         stack = matrices[0].new_zeros(len(matrices), ranks, length)
         parts = [part[: matrix.shape[1], : matrix.shape[0]] for part, matrix in zip(stack, matrices, strict=True)]
         torch._foreach_copy_(parts, [matrix.mT for matrix in matrices])

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 
 from ltx.errors import StrategyError
-from ltx.extend import CHUNK, BucketInput, CollectiveRequest, brief, chunks, is_plain, noise
+from ltx.extend import BucketInput, CollectiveRequest, brief, buffers, noise
 from ltx.hooks.lossy import CompressedAllReduce, Compression, CompressionResult, LossyHook, from_message, to_message
 
 #: In rows of at least _LONG numbers, every _EVERY-th is sampled. A prime, so that all columns of a matrix are sampled.
@@ -66,7 +66,7 @@ class TopK(CompressedAllReduce):
 
     def _places(self, rows: torch.Tensor) -> torch.Tensor:
         count = self._count(rows.shape[1])
-        if is_plain(rows) and rows.shape[1] >= _LONG:
+        if buffers.is_plain(rows) and rows.shape[1] >= _LONG:
             return torch.stack([greatest(row, count) for row in rows])
         return torch.topk(rows.abs(), count, dim=1, sorted=False).indices
 
@@ -94,11 +94,11 @@ def greatest(row: torch.Tensor, count: int) -> torch.Tensor:
     least = torch.topk(sample, min(len(sample), int(expected + 3 * expected**0.5) + 2), sorted=False).values.amin()
     if least > 0:  # false for NaN too
         memory, below = (
-            row.new_empty(min(CHUNK, len(row))),
-            torch.empty(min(CHUNK, len(row)), dtype=torch.bool, device="cpu"),
+            row.new_empty(min(buffers.CHUNK, len(row))),
+            torch.empty(min(buffers.CHUNK, len(row)), dtype=torch.bool, device="cpu"),
         )
         found = []
-        for some in chunks(len(row)):
+        for some in buffers.chunks(len(row)):
             size = torch.abs(row[some], out=memory[: some.stop - some.start])
             candidates = torch.lt(size, least, out=below[: len(size)]).logical_not_()  # "not less" includes NaN
             found.append(candidates.nonzero().view(-1).add_(some.start))

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ltx.extend import optimizers
+from ltx.extend import arguments, optimizers
 
 if TYPE_CHECKING:
     from ltx.optim.averages import EmaState, averaged, ema
@@ -71,7 +71,7 @@ _LATER = {
 
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise arguments.lacks(f"module {__name__!r}", name)
     return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ltx.errors import OptimError
-from ltx.extend import LeafState, Optimizer, OptimizerOffers, arguments, brief, optimizers, tree, wide
+from ltx.extend import LeafState, Optimizer, OptimizerOffers, arguments, brief, collectives, optimizers, tree
 from ltx.typing import Tree
 
 
@@ -49,6 +49,7 @@ class Ema(Optimizer):
 
     def init(self, params: Tree) -> EmaState:
         tree.check_tensors(params, "params")
+        wide = collectives.wide
         return EmaState(self.optimizer.init(params), tree.map(lambda p: p.to(wide(p.dtype), copy=True), params))
 
     def update(self, grads: Tree, state: EmaState, params: Tree, *, donate: bool = False) -> tuple[Tree, EmaState]:

@@ -11,7 +11,7 @@ import optree
 from torch import Tensor
 
 from ltx.errors import OptimError
-from ltx.extend import LeafState, Optimizer, OptimizerOffers, arguments, brief, optimizers, recording, times_lr, tree
+from ltx.extend import LeafState, Optimizer, OptimizerOffers, arguments, brief, optimizers, recording, tree
 from ltx.typing import Tree
 
 Labels = Callable[[str], str] | tuple[tuple[str, str], ...]
@@ -47,7 +47,7 @@ class Partition(Optimizer):
         return self._each("apply", grads, state, params, donate)
 
     def _times_lr(self, factor: float) -> Partition | None:
-        members = tuple((label, times_lr(member, factor)) for label, member in self.members)
+        members = tuple((label, optimizers.times_lr(member, factor)) for label, member in self.members)
         known = tuple((label, scaled) for label, scaled in members if scaled is not None)
         return Partition(known, self.labels) if len(known) == len(members) else None
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ltx.errors import OptimError
-from ltx.extend import LeafState, OptimizerOffers, arguments, optimizers, prefers_few_calls, tree
+from ltx.extend import LeafState, OptimizerOffers, arguments, buffers, optimizers, tree
 from ltx.typing import Tree
 
 Tensors = list[Tensor]
@@ -80,7 +80,7 @@ class QAdamOptimizer(optimizers.TorchOptimizer):
         step, (beta1, beta2) = count + 1, self.betas
         settled = (1 - beta2**step) ** 0.5
         rate = lr * settled / (1 - beta1**step)
-        if params and not differentiable and not isinstance(rate, Tensor) and prefers_few_calls(params[0]):
+        if params and not differentiable and not isinstance(rate, Tensor) and buffers.prefers_few_calls(params[0]):
             self._run_on_lists(grads, states, params, rate, settled, moves=count >= self.warmup_steps)
             return
         with torch.set_grad_enabled(torch.is_grad_enabled() and differentiable):

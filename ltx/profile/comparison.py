@@ -63,11 +63,12 @@ def compare(candidates: dict[str, TrainStep], state: TrainState, *batch: Any, st
     whole("compare: steps", steps, 1)
     if not candidates or not isinstance(state, TrainState):
         raise InputError(f"compare takes train steps by name and a state, got {brief(candidates)} and {brief(state)}.")
-    trained, length = set(tree.leaf_paths(state.trained)), max(t.step.strategy.cycle[1] for t in candidates.values())
+    cycles = {name: train.step.strategy.cycle or (0, 1) for name, train in candidates.items()}
+    trained, length = set(tree.leaf_paths(state.trained)), max(length for _, length in cycles.values())
     states, sent, times = dict[str, TrainState](), dict[str, float](), {name: list[float]() for name in candidates}
     candidates = {name: replace(train, trainable=trained.__contains__) for name, train in candidates.items()}
     for name, train in candidates.items():
-        at = max(state.step, train.step.strategy.cycle[0])
+        at = max(state.step, cycles[name][0])
         states[name] = counted(train.init(state.params, state.buffers), at, at)
         with record() as trace:
             states[name], _ = _turn(train, states[name], batch, length)

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import hashlib
 import importlib.util
 import inspect
 import io
@@ -181,6 +182,16 @@ def pack(value: Any) -> Message:
     return pickler.message()
 
 
+def digest(value: Any) -> str:
+    """What tells `value` from what it was before. Raises what pickling it raises."""
+    pickler = Pickler()
+    pickler.dump(value)
+    found = hashlib.sha256(pickler._stream.getbuffer())
+    for view in pickler._buffers:
+        found.update(view)
+    return found.hexdigest()
+
+
 def receive(connection: Connection) -> Callable[[], Any]:
     """Read a message; calls of the result unpickle its objects. Raises EOFError or OSError if the sender is gone."""
     buffers: list[Any] = connection.recv()
@@ -274,8 +285,8 @@ def pack_call(number: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs
         pickler.dump(pickler.sources)
     except Exception as error:
         raise WorkerError(
-            f"{name_of(fn)} and its arguments can't be sent to the workers: {type(error).__name__}: {error}. Open "
-            "files, locks, process groups and generators can't be sent: make them inside the function."
+            f"{name_of(fn)} and its arguments can't be sent to the workers: {type(error).__name__}: {error}{stuck(fn)}"
+            ". Open files, locks, process groups and generators can't be sent: make them inside the function."
         ) from error
     finally:
         pickler.unregister()
@@ -373,12 +384,7 @@ def _cached(fn: Callable[..., Any], parameters: dict[str, Any]) -> Any:
 def _warn_if_large(fn: Any, nbytes: int) -> None:
     if nbytes <= LARGE_BYTES:
         return
-    try:
-        found = inspect.getclosurevars(_unwrapped(fn))
-        values = {**found.globals, **found.nonlocals}
-    except TypeError:  # `fn` isn't a Python function
-        values = {}
-    sizes = {name: size for name, value in values.items() if (size := _nbytes(value))}
+    sizes = {name: size for name, value in _held(fn).items() if (size := _nbytes(value))}
     held = sorted(sizes.items(), key=lambda item: -item[1])[:3]
     named = ", ".join(f"{name!r} with {size / 1e6:.0f} MB" for name, size in held)
     warnings.warn(
@@ -387,6 +393,24 @@ def _warn_if_large(fn: Any, nbytes: int) -> None:
         + ". Make it on the workers (in a %%ltx cell, or kept in a module), or pass only the part that they need.",
         stacklevel=5,
     )
+
+
+def _held(fn: Any) -> dict[str, Any]:
+    """The globals and nonlocals that a Python function uses."""
+    with suppress(TypeError, ValueError):  # `fn` is another callable, or a nonlocal isn't set yet
+        found = inspect.getclosurevars(_unwrapped(fn))
+        return {**found.globals, **found.nonlocals}
+    return {}
+
+
+def stuck(fn: Any) -> str:
+    """Which name that `fn` uses can't be pickled, in words."""
+    for name, value in _held(fn).items():
+        try:
+            digest(value)
+        except Exception:
+            return f" ({name!r}, which {name_of(fn)} uses)"
+    return ""
 
 
 def _nbytes(value: Any) -> int:

@@ -10,7 +10,7 @@ import optree
 import torch
 
 from ltx.core.base import tree as trees
-from ltx.core.base.arguments import shown
+from ltx.core.base.arguments import brief, shown
 from ltx.core.base.readable import Table, laid_out, text_of
 from ltx.core.base.tree import check_dense, describe
 from ltx.core.comm.operations import as_bytes
@@ -55,6 +55,11 @@ class PerRank(Sequence[T], Generic[T]):
     def __repr__(self) -> str:
         values = (f"rank {rank}: {text_of(value, 16, 2)}" for rank, value in enumerate(self._values))
         return laid_out("PerRank(", values, ")")
+
+    def _ipython_display_(self) -> None:
+        """Show nothing if all values are None: what ran has returned nothing. IPython goes on where it isn't so."""
+        if any(value is not None for value in self._values):
+            raise NotImplementedError
 
     def _repr_html_(self) -> str:
         """A table with a row for each rank; if all values are dictionaries with the same few keys, each is a column."""
@@ -110,7 +115,7 @@ class PerRank(Sequence[T], Generic[T]):
                     )
         return self._values[0]
 
-    def _columns(self) -> tuple[list[list[Any]], list[str], Any]:
+    def _columns(self) -> tuple[list[list[Any]], tuple[str, ...], Any]:
         """(for each leaf, its values on all ranks; the leaves' paths; the tree's structure)."""
         values: tuple[Any, ...] = self._values
         if not values:
@@ -118,14 +123,16 @@ class PerRank(Sequence[T], Generic[T]):
         for value in values:
             trees.flatten(value)
         flat: list[Any] = [optree.tree_flatten(value, none_is_leaf=True, namespace=trees.NAMESPACE) for value in values]
-        spec = flat[0][1]
+        spec, paths = flat[0][1], trees.paths_of(flat[0][1])
         for rank, (_, other) in enumerate(flat):
             if other != spec:
+                theirs = trees.paths_of(other)
+                apart = [path for path in (*paths, *theirs) if (path in paths) != (path in theirs)]
+                where = f"; {apart[0]!r} is only in one" if apart else ""
                 raise TreeError(
-                    f"rank {rank} returned a tree of another structure than rank 0: expected {spec}, got {other}. "
-                    "Use .rank(i) to look at them one by one."
+                    f"rank {rank} returned a tree of another structure than rank 0: expected "
+                    f"{brief(values[0])}, got {brief(values[rank])}{where}. Use .rank(i) to look at them one by one."
                 )
-        paths = [".".join(map(str, path)) or "<the tree itself>" for path in spec.paths()]
         return [list(leaves) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)], paths, spec
 
 

@@ -22,9 +22,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
-    RendezvousHandler,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
@@ -61,13 +59,11 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 
 def register() -> None:
     """Register :data:`LOOPBACK_RENDEZVOUS` with torch's launcher."""
-
-    def create(parameters: RendezvousParameters) -> RendezvousHandler:
-        return LoopbackRendezvous(int(parameters.endpoint.rpartition(":")[2]), parameters.run_id)
-
     # an earlier run in this process has registered it
     rendezvous_handler_registry._registry.pop(LOOPBACK_RENDEZVOUS, None)
-    rendezvous_handler_registry.register(LOOPBACK_RENDEZVOUS, create)
+    rendezvous_handler_registry.register(
+        LOOPBACK_RENDEZVOUS, lambda asked: LoopbackRendezvous(int(asked.endpoint.rpartition(":")[2]), asked.run_id)
+    )
 
 
 class _Parser(argparse.ArgumentParser):

@@ -10,11 +10,12 @@ import io
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import IPython
 from IPython.core.displayhook import DisplayHook
@@ -32,19 +33,40 @@ _IPYTHON = Path(IPython.__file__).parent
 _INSTALLS = ("pip", "conda", "mamba", "micromamba", "uv")
 
 
-def run_cell(source: str, name: str, given: Mapping[str, Any], wants_value: bool) -> Any:
-    """Run the cell `source`, as the notebook's IPython has transformed it, in this worker's ``__main__``.
+@dataclass(frozen=True)
+class Cell:
+    """The cell `source`, as the notebook's IPython has transformed it; tracebacks and errors call it `name`."""
 
-    Tracebacks call the cell `name`. The names `given` are defined before, and stay. Returns the value of the cell's
-    last expression if `wants_value`, else how it is displayed (a :class:`ltx.runtime.show.Display`); None without one.
-    """
+    source: str
+    name: str
+    wants_value: bool
+
+    def __call__(self, given: Mapping[str, tuple[str, Any]]) -> Any:
+        """Run the cell in this worker's ``__main__``, with values of the notebook, which stay.
+
+        `given` has each value's digest; "" for a value to take whatever this worker has. Returns the value of the last
+        expression if `wants_value`, else how it is displayed (a :class:`ltx.runtime.show.Display`); None without one.
+        """
+        shell, has = started(), own_or_brought(given)
+        setattr(shell.compile, "get_code_name", lambda *_: self.name)  # noqa: B010
+        for name, (digest, value) in given.items():
+            if not digest or has.get(name, "none") not in ("", digest):
+                shell.user_ns[name], shell.brought[name] = value, (digest, value)
+        shell.source, shell.wants_value, shell.look = self.source, self.wants_value, None
+        result = shell.run_cell(self.source, store_history=False)  # type: ignore[no-untyped-call]
+        shell.raise_what_was_raised()
+        return result.result if self.wants_value else shell.look
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def own_or_brought(names: Iterable[str]) -> dict[str, str]:
+    """Of those of `names` that this worker has: the digest of the notebook's value; "" for what cells have set here."""
     shell = started()
-    setattr(shell.compile, "get_code_name", lambda *_: name)  # noqa: B010
-    shell.user_ns.update(given)
-    shell.source, shell.wants_value, shell.look = source, wants_value, None
-    result = shell.run_cell(source, store_history=False)  # type: ignore[no-untyped-call]
-    shell.raise_what_was_raised()
-    return result.result if wants_value else shell.look
+    there = {name: shell.user_ns[name] for name in names if name in shell.user_ns}
+    brought = {name: shell.brought.get(name, ("", None)) for name in there}
+    return {name: digest if there[name] is value else "" for name, (digest, value) in brought.items()}
 
 
 @cache
@@ -128,6 +150,7 @@ class RankShell(InteractiveShell):
     display_pub_class = Type(_Publisher)
     displayhook_class = Type(_Hook)
     source, wants_value = "", False  # both are those of the cell that runs
+    brought: ClassVar[dict[str, tuple[str, Any]]] = {}  # by name: the notebook's values that cells brought, and digests
     look: show.Display | None = None  # the display of the cell's last expression
     raised: BaseException | None = None
     system = InteractiveShell.system_raw  # commands run without a pseudo-terminal

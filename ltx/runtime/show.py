@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field, replace
-from itertools import groupby, islice
+from itertools import islice
 from typing import Any, Generic, TextIO, TypeVar
 
 from ltx.core.base.arguments import checked
@@ -50,7 +50,7 @@ class Display:
     def shown(self, rank: int | None, size: int, drawn: dict[Any, Any]) -> None:
         """Show this on the driver, labelled with `rank`; on the process that made it `rank` is None."""
         if in_notebook():
-            _area(rank, drawn).put(self)
+            drawn.setdefault(rank, Area(rank)).put(self)
         elif self.bundle.get("text/plain"):
             label = "" if rank is None else f"[rank {rank}] "
             write("stdout", f"{label}{self.bundle['text/plain']}\n")
@@ -64,7 +64,7 @@ class Cleared:
 
     def shown(self, rank: int | None, size: int, drawn: dict[Any, Any]) -> None:
         if in_notebook():
-            _area(rank, drawn).clear(self.wait)
+            drawn.setdefault(rank, Area(rank)).clear(self.wait)
 
 
 class Area:
@@ -124,11 +124,6 @@ class Area:
     def _blank(self, start: int) -> None:
         for place in self._places[start:]:
             put(place, {"text/plain": ""})
-
-
-def _area(rank: int | None, drawn: dict[Any, Any]) -> Area:
-    area: Area = drawn.setdefault(rank, Area(rank))
-    return area
 
 
 @checked("rank")
@@ -281,7 +276,7 @@ def progress(iterable: Iterable[T], *, total: int | None = None, label: str = ""
         >>> bar = ltx.progress([1, 2], label="steps")
         >>> for x in bar:  # doctest: +SKIP
         ...     bar.set_postfix(loss=1 / x)
-        steps |##############################| 2/2 9.9/s, loss=0.5
+        steps |██████████████████████████████| 2/2 9.9/s, loss=0.5
     """
     if total is None and isinstance(iterable, Sized):
         total = len(iterable)
@@ -294,7 +289,7 @@ def write(stream: str, text: str) -> None:
     if target is None or getattr(target, "closed", False):
         return
     encoding = getattr(target, "encoding", None) or "utf-8"
-    target.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    target.write(text.encode(encoding, "backslashreplace").replace(rb"\u2588", b"#").decode(encoding))  # bars
     target.flush()
 
 
@@ -361,7 +356,7 @@ class Bar(LiveLine, Shown):
         total = max(reached.total or 0 for reached in self._ranks)
         seconds = time.monotonic() - self._began_s
         filled = self._WIDTH * min(done, total) // total if total else 0
-        bar = f" |{'#' * filled}{'.' * (self._WIDTH - filled)}| {done}/{total}" if total else f" {done}"
+        bar = f" |{'█' * filled}{' ' * (self._WIDTH - filled)}| {done}/{total}" if total else f" {done}"
         last, slowest = next((rank, reached) for rank, reached in enumerate(self._ranks) if reached.done == done)
         behind = f", rank {last} last" if furthest > done else ""
         besides = "".join(f", {name}={_brief(value)}" for name, value in slowest.besides.items())
@@ -381,12 +376,18 @@ class Printed:
     stream: str
     text: str
 
-    def shown(self, rank: int, size: int, drawn: dict[Any, Any]) -> None:
+    def shown(self, rank: int | None, size: int, drawn: dict[Any, Any]) -> None:
+        """Print them; `rank` is None if all have printed the same."""
         text, key = self.text, _key(self.stream, rank)
-        if key in drawn:  # the first line is the end of a line that is on the screen already
+        prints = {r for r, area in drawn.items() if isinstance(area, Area) and area.prints}
+        if rank is None and any(r in prints or _key(self.stream, r) in drawn for r in range(size)):
+            for each in range(size):
+                self.shown(each, size, drawn)
+        elif key in drawn:  # the first line is the end of a line that is on the screen already
             line, _, text = text.partition("\n")
             drawn.pop(key).draw(labelled(line, rank).rstrip("\n"), True)
-        if text and rank in drawn and drawn[rank].prints:
+            Printed(self.stream, text).shown(rank, size, drawn)
+        elif text and rank in prints:
             drawn[rank].print(labelled(text, rank))
         elif text:
             write(self.stream, labelled(text, rank))
@@ -405,14 +406,8 @@ class Line:
         line.draw(f"[rank {rank}] {self.text}", False)
 
 
-def _key(stream: str, rank: int) -> str:
+def _key(stream: str, rank: int | None) -> str:
     return f"{stream} of rank {rank}"
-
-
-def together(messages: Iterable[Printed]) -> Iterator[Printed]:
-    """Join consecutive messages of the same stream: a notebook takes a millisecond to show each."""
-    for stream, group in groupby(messages, key=lambda message: message.stream):
-        yield Printed(stream, "".join(message.text.removesuffix("\n") + "\n" for message in group))
 
 
 class Writer(io.TextIOBase):
@@ -470,8 +465,9 @@ class Writer(io.TextIOBase):
                 self._deliver(Printed(self._stream, begun))
 
 
-def labelled(text: str, rank: int) -> str:
-    return "".join(f"[rank {rank}] {_last(line)}\n" for line in text.removesuffix("\n").split("\n"))
+def labelled(text: str, rank: int | None) -> str:
+    label = "[all]" if rank is None else f"[rank {rank}]"
+    return "".join(f"{label} {_last(line)}\n" for line in text.removesuffix("\n").split("\n"))
 
 
 def _last(line: str) -> str:

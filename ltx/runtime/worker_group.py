@@ -13,8 +13,10 @@ import signal
 import sys
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from itertools import groupby
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
@@ -23,7 +25,7 @@ from ltx.errors import CallInterruptedError, WorkerError
 from ltx.runtime import messages
 from ltx.runtime.failures import exit_text, failure_of, told_where
 from ltx.runtime.messages import Failure, Message, Result, pack, receive, search_path
-from ltx.runtime.show import Area, Printed, in_notebook, labelled, together, write
+from ltx.runtime.show import Area, Printed, Reached, in_notebook
 from ltx.runtime.worker import Process, Starter
 
 #: After a rank failed, how long the others have to answer: most fail for the same reason, or because of the failure.
@@ -35,8 +37,8 @@ _BUSY_S = 1.0
 # How often the driver looks whether to warn that workers will be lost.
 _TELL_S = 0.25
 _STOP_GRACE_S = 3.0
-# Lines that come within this time are shown together.
-_TOGETHER_S = 0.05
+# How long a line waits for the same line of the other ranks; a notebook takes a millisecond to show each alone.
+_ALIKE_S = 0.2
 # How often the driver looks whether a worker has been stopped, and how long it must have been stopped to count.
 _LOOK_S = 0.5
 _STOPPED_S = 2.0
@@ -55,21 +57,22 @@ class WorkerGroup:
         self.size = size
         self.failed = False  # whether the last call failed on a rank or ended its world, so that a new one is needed
         self._worlds = 1
-        self._drawn: dict[Any, Any] = {}  # what is drawn on the screen and may change: bars, lines, areas of ranks
         self._stopped_since: dict[int, float] = {}
         self._start_timeout_s = start_timeout_s
         self._processes: list[Process] = []
         self._connections: list[Connection] = []
-        self._output = Output()
+        self._output = Output(size)
         theirs = (os.getpid(), self._processes, self._connections, self._output)
         self._end = weakref.finalize(self, _end, *theirs, _STOP_GRACE_S)
         try:
             for rank in range(size):
                 self._spawn(rank, start, threads, shows_output)
             self._await_worlds("start")
-        except BaseException:
+        except BaseException as error:
             self.kill()
-            raise
+            if not isinstance(error, KeyboardInterrupt):
+                raise
+            raise CallInterruptedError(f"{size} workers were interrupted as they started, and ended.", False) from None
 
     @property
     def pids(self) -> list[int]:
@@ -103,7 +106,7 @@ class WorkerGroup:
         while not answers:
             left_s = end - time.monotonic()
             by_connection: dict[Any, int] = {self._connections[rank]: rank for rank in ranks}
-            ready = wait([*by_connection, *self._output.fds], max(0.0, min(_LOOK_S, left_s)))
+            ready = wait([*by_connection, *self._output.fds], max(0.0, min(self._output.due_s(), left_s)))
             for connection in ready:
                 if connection in by_connection:
                     self._take(by_connection[connection], answers)
@@ -118,10 +121,9 @@ class WorkerGroup:
     def finish_output(self) -> None:
         """After a call: show the rest of its output."""
         self._output.show(finish=True)
-        areas = {key: drawn for key, drawn in self._drawn.items() if isinstance(drawn, Area)}
-        for area in areas.values():
+        self._output.drawn = {key: drawn for key, drawn in self._output.drawn.items() if isinstance(drawn, Area)}
+        for area in self._output.drawn.values():
             area.finish()
-        self._drawn = areas
 
     def renew(self) -> None:
         """Have all workers make a new world; they keep their state. Raises WorkerError if one fails to."""
@@ -169,19 +171,15 @@ class WorkerGroup:
         self.send(rank, pack(messages.Setup(search_path(), threads, shows_output, in_notebook())))
 
     def _take(self, rank: int, answers: dict[int, Any]) -> None:
-        """Read messages of `rank`: show them, or put an answer into `answers`. Printed lines are shown together."""
-        printed: list[Printed] = []
-        end = time.monotonic() + _TOGETHER_S
+        """Read a message of `rank`: show it, or put an answer into `answers`."""
         message = self._read(rank)
-        while isinstance(message, Printed):
-            printed.append(message)
-            message = self._read(rank) if time.monotonic() < end and self._connections[rank].poll() else None
-        self._output.show()  # the pipe's text was printed before this message
-        for lines in together(printed):
-            lines.shown(rank, self.size, self._drawn)
-        if hasattr(message, "shown"):
-            message.shown(rank, self.size, self._drawn)
-        elif message is not None:
+        if isinstance(message, Printed):
+            self._output.show()  # the pipe's text was printed before this message
+            self._output.hold(rank, message.stream, message.text)
+        elif hasattr(message, "shown"):
+            self._output.show(wait=isinstance(message, Reached))
+            message.shown(rank, self.size, self._output.drawn)
+        else:
             answers[rank] = message
 
     def _read(self, rank: int) -> Any:
@@ -363,11 +361,14 @@ def open_pipe() -> tuple[int, int]:
 
 
 class Output:
-    """The reading ends of all ranks' pipes, and the unfinished last line of each."""
+    """What ranks print: the reading ends of their pipes, and lines that wait for the same line of the other ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 1) -> None:
+        self.drawn: dict[Any, Any] = {}  # what is drawn on the screen and may change: bars, lines, areas of ranks
         self._sources: dict[int, tuple[int, str]] = {}
-        self._begun: dict[int, bytes] = {}
+        self._begun: dict[int, bytes] = {}  # the unfinished last line of each pipe
+        self._held = [deque[tuple[float, tuple[str, str]]]() for _ in range(size)]
+        self._counts = [Counter[tuple[str, str]]() for _ in range(size)]  # of what `_held` has
 
     def add(self, fd: int, rank: int, stream: str) -> None:
         """Show what `fd` brings as output of `rank`, on this process' `stream`: "stdout" or "stderr"."""
@@ -377,15 +378,50 @@ class Output:
     def fds(self) -> list[int]:
         return list(self._sources)
 
-    def show(self, *, finish: bool = False) -> None:
-        """Print all whole lines that have come; with `finish` also unfinished lines."""
+    def hold(self, rank: int, stream: str, text: str) -> None:
+        """Print `text` of `rank` with a later :meth:`show`."""
+        lines = [(stream, line) for line in text.removesuffix("\n").split("\n")]
+        self._held[rank] += ((time.monotonic(), line) for line in lines)
+        self._counts[rank].update(lines)
+
+    def due_s(self) -> float:
+        """In how many seconds something has to be printed, or looked at."""
+        waits = (held[0][0] + _ALIKE_S - time.monotonic() for held in self._held if held)
+        return max(0.01, min([_LOOK_S, *waits]))
+
+    def show(self, *, wait: bool = True, finish: bool = False) -> None:
+        """Print whole lines, those that all ranks print only once; with `finish` also unfinished lines.
+
+        `wait`: lines that not all ranks have printed wait a moment.
+        """
         for fd, (rank, stream) in list(self._sources.items()):
             written = self._begun.pop(fd, b"") + self._read(fd)
             gone = fd not in self._sources  # the process has ended: no more output follows
             end = len(written) if finish or gone else written.rfind(b"\n") + 1
             self._begun[fd] = written[end:].rpartition(b"\r")[2]  # drop the text that a carriage return has overwritten
             if end:
-                write(stream, labelled(written[:end].decode(errors="replace"), rank))
+                self.hold(rank, stream, written[:end].decode(errors="replace"))
+        due = self._due(time.monotonic() - _ALIKE_S if wait and not finish else float("inf"))
+        for (rank, stream), group in groupby(due, key=lambda each: (each[0], each[1][0])):
+            Printed(stream, "".join(f"{line}\n" for _, (_, line) in group)).shown(rank, len(self._held), self.drawn)
+
+    def _due(self, before_s: float) -> Iterator[tuple[int | None, tuple[str, str]]]:
+        """Take what all ranks have printed, as (None, line), and what has waited since `before_s`, as (rank, line)."""
+        while heads := {rank: held[0] for rank, held in enumerate(self._held) if held}:
+            lines = {line for _, line in heads.values()}
+            ranks = [*heads]
+            if not len(heads) == len(self._held) > 1 == len(lines):
+                everywhere = {line for line in lines if all(count[line] for count in self._counts)}
+                # A line that all have waits until it is the next of all, unless that can't be.
+                apart = [rank for rank in heads if heads[rank][1] not in everywhere] or ranks
+                ranks = sorted((r for r in apart if heads[r][0] <= before_s), key=lambda rank: heads[rank][0])[:1]
+                if not ranks:
+                    return
+            for rank in ranks:
+                self._counts[rank].subtract([self._held[rank].popleft()[1]])
+                if not self._held[rank]:  # forget which lines there were
+                    self._counts[rank].clear()
+            yield None if len(ranks) > 1 else ranks[0], heads[ranks[0]][1]
 
     def _read(self, fd: int) -> bytes:
         try:

@@ -16,7 +16,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -30,6 +31,8 @@ from ltx.typing import Tree
 _MEAN = hooks.AllReduce()
 _DELTA = "delta"
 _FINISHING = "the number of ranks that finish"
+#: On axes of processes: the training whose rounds begin by each rank's own clock.
+_clocked = WeakKeyDictionary[Any, float | None]()
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,20 +137,13 @@ class AsyncAveraging(NodeStrategy):
             return _MEAN if step < self.warmup_steps else None
         return ByNode(self.together, _MEAN) if step < self.warmup_steps else WithinNode(self.together)
 
-    def shares_gradients(self, step: int) -> bool:
-        return step < self.warmup_steps
-
-    @property
-    def constant_after(self) -> int:
-        return self.warmup_steps
-
     @property
     def cycle(self) -> tuple[int, int]:
         return self.warmup_steps, 1 if self.schedule is None else self.schedule[0]
 
-    def check_axis(self, axis: Axis) -> None:
-        super().check_axis(axis)
-        if self.schedule is None and axis.size > 1:
+    def check(self, optimizer: Optimizer, axis: Axis | None = None) -> None:
+        super().check(optimizer, axis)
+        if self.schedule is None and axis is not None and axis.size > 1:
             axis.ranks.need(
                 "clock",
                 "AsyncAveraging: simulated ranks have no clock, as all of them step together. Give the rounds a "
@@ -217,7 +213,7 @@ class AsyncAveraging(NodeStrategy):
         """Begin a round; on ranks whose collectives complete at once, the states hold its result."""
         leaves, ranks = tree.flatten(params)[0], info.axis.ranks
         training = time.monotonic() if before is None else before.training
-        if before and self.schedule is None and ranks.overlaps and ranks.clocked != training:
+        if before and self.schedule is None and ranks.overlaps and _clocked.get(ranks) != training:
             raise StrategyError(
                 f"rank {info.axis.rank}: AsyncAveraging: since this training's last round another training has begun "
                 "rounds on the axis. Each rank begins rounds by its own clock, so rounds of two trainings would be "
@@ -254,7 +250,7 @@ class AsyncAveraging(NodeStrategy):
 
     def _exchange(self, params: Tree, info: StepInfo, training: float | None, finishing: int) -> Exchange:
         if self.schedule is None and info.axis.ranks.overlaps:
-            info.axis.ranks.clocked = training
+            _clocked[info.axis.ranks] = training
         return self.exchange(self._round, *self._message(params, finishing), info, background=True)
 
     def _message(self, params: Tree, finishing: int) -> tuple[list[torch.Tensor], list[str]]:

@@ -109,22 +109,13 @@ class DDPStrategy(Strategy):
             return None
         return self._hook.at(step)
 
-    @property
-    def constant_after(self) -> int | None:
-        start = self.start_local_sgd_step
-        return self._hook.constant_after if start is None else start
-
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
-        return self._hook.init(param, path)
+        return self._hook.init(param, path) if self._hook.state_names else {}
 
     @property
-    def stateful(self) -> bool:
-        # Local SGD needs the count of steps.
-        return self._hook.stateful or self.start_local_sgd_step is not None
-
-    @property
-    def cycle(self) -> tuple[int, int]:
-        return self.constant_after or 0, self.model_averaging_period or 1
+    def cycle(self) -> tuple[int, int] | None:
+        start = self._hook.constant_after if self.start_local_sgd_step is None else self.start_local_sgd_step
+        return None if start is None else (start, self.model_averaging_period or 1)
 
     @property
     def layout(self) -> StateLayout:

@@ -42,6 +42,7 @@ from ltx.extend import (
     LeafState,
     Old,
     Optimizer,
+    Packing,
     PostUpdateHook,
     PostUpdateResult,
     Reduced,
@@ -49,18 +50,16 @@ from ltx.extend import (
     StateLayout,
     States,
     StepInfo,
-    Terms,
     Update,
     Updated,
     arguments,
+    buffers,
     comm,
     communicate_after_update,
-    is_plain,
     tree,
-    unpack,
 )
 from ltx.hooks import AllReduce, ByteGrad, CommHook
-from ltx.strategies.nodes import ByNode, NodeHook, NodeStrategy
+from ltx.strategies.nodes import ByNode, NodeHook, NodeStrategy, refuse_complex
 from ltx.typing import Tree
 
 
@@ -131,8 +130,10 @@ class Decentralized(GossipStrategy):
         super().__post_init__()
         arguments.check_fields(self, StrategyError, "peer_selection_mode")
 
-    def check_axis(self, axis: Axis) -> None:
-        super().check_axis(axis)
+    def check(self, optimizer: Optimizer, axis: Axis | None = None) -> None:
+        super().check(optimizer, axis)
+        if axis is None:
+            return
         count = axis.size // self.together
         if self.peer_selection_mode == "shift_one" and count % 2 and count > 1:
             what = "nodes" if self.hierarchical else "ranks"
@@ -199,8 +200,8 @@ class ShiftOne(CommHook):
 
     communication_interval: int = 1
 
-    def scale(self, axis_size: int) -> float:
-        return 1.0
+    def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
+        return Packing(dtype, 1.0, None)
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         if inputs.axis_size == 1:
@@ -260,23 +261,24 @@ class LowPrecisionDecentralized(GossipStrategy):
     """
 
     updates_in_buckets: ClassVar[bool] = True
-    takes_complex: ClassVar[bool] = False  # the codec doesn't know complex numbers
-    # a bucket's grid depends on all its numbers, so ranks can't hold parts of a parameter
-    needs_whole: ClassVar[bool] = True
     layout: ClassVar[StateLayout] = replace(GossipStrategy.layout, copies_of="own")
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
-        known = param.detach().to(self._ring.wire_dtype(param.dtype))
+        known = param.detach().to(self._ring.packing(param.dtype, 1).dtype)
         return {name: known.clone(memory_format=torch.contiguous_format) for name in self._ring.state_names}
 
     @property
     def _ring(self) -> Ring:
         return Ring(self.together)
 
+    def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Tree:
+        refuse_complex(self, params)  # the codec doesn't know complex numbers
+        return super().init_optimizer(optimizer, params, axis)
+
     def communicates_after_update(self, step: int) -> bool:
         return self.communicates(step)
 
-    def post_update_hook(self, optimizer: Optimizer, step: int) -> Ring | None:
+    def post_update_hook(self, step: int) -> Ring | None:
         return self._ring if self.communicates(step) else None
 
     def update(self, update: Update, states: States, info: StepInfo, pending: Any) -> Updated:
@@ -300,21 +302,21 @@ class Ring(NodeHook, PostUpdateHook):
     state_names: ClassVar[tuple[str, ...]] = ("own", "left", "right")
 
     exact: ClassVar[bool] = False
+    # a bucket's grid depends on all its numbers, so ranks can't hold parts of a parameter
+    needs_whole: ClassVar[bool] = True
 
     @property
     def phases(self) -> int:
         return 2 if self.node_size == 1 else 4
 
-    def scale(self, axis_size: int) -> float:
-        return 1.0 / min(self.node_size, axis_size)
-
-    def extra_terms(self, state: LeafState, axis_size: int) -> Terms:
+    def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
         m = min(self.node_size, axis_size)
-        own, *others = (state[name] for name in self.known(axis_size))
-        return [(own, -5 / 3 / m), *((other, 2 / 3 / len(others) / m) for other in others)]
 
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.float32 if dtype.itemsize < 4 else dtype
+        def terms(state: LeafState) -> list[tuple[torch.Tensor, float]]:
+            own, *others = (state[name] for name in self.known(axis_size))
+            return [(own, -5 / 3 / m), *((other, 2 / 3 / len(others) / m) for other in others)]
+
+        return Packing(torch.float32 if dtype.itemsize < 4 else dtype, 1.0 / m, None, terms)
 
     def known(self, axis_size: int) -> tuple[str, ...]:
         """The names of the separate copies. In a ring of two places left and right are the same, and have one copy."""
@@ -347,7 +349,7 @@ class Ring(NodeHook, PostUpdateHook):
         if not bucket.numel:
             return PostUpdateResult(old.params, old.states)
         (messages, *_) = reduced[1]
-        states, names, dtype = old.states, list(messages), self.wire_dtype(bucket.dtype)
+        states, names, dtype = old.states, list(messages), self.packing(bucket.dtype, old.axis_size).dtype
         if old.may_overwrite and dtype is bucket.dtype:
             # The next weights share memory with "own", the copy that the neighbours know.
             known = [{**state, "right": state[names[-1]]} for state in states]
@@ -358,16 +360,16 @@ class Ring(NodeHook, PostUpdateHook):
             width = -(-bucket.numel // len(rows))
             change = _CODEC.decode(rows, width, dtype).reshape(-1)[: bucket.numel]
             moved.append(_moved([state[name] for state in states], change, bucket))
-        by_leaf = zip(*(unpack(x, bucket, cast=False) for x in (moved[0], moved[1], moved[-1])), strict=True)
+        by_leaf = zip(*(buffers.unpack(x, bucket, cast=False) for x in (moved[0], moved[1], moved[-1])), strict=True)
         known = [dict(zip(self.state_names, leaf, strict=True)) for leaf in by_leaf]
-        return PostUpdateResult(unpack(moved[0], bucket), known)
+        return PostUpdateResult(buffers.unpack(moved[0], bucket), known)
 
 
 def _moved(leaves: Sequence[torch.Tensor], change: torch.Tensor, bucket: Bucket) -> torch.Tensor:
     """The leaves, side by side, plus `change`. The sum is in the memory of `change` unless that is batched."""
-    if not is_plain(change):  # vmap forbids to write a batched tensor into one that isn't
+    if not buffers.is_plain(change):  # vmap forbids to write a batched tensor into one that isn't
         return torch.cat([x.reshape(-1) for x in leaves]) + change
-    for x, part in zip(leaves, unpack(change, bucket, cast=False), strict=True):
+    for x, part in zip(leaves, buffers.unpack(change, bucket, cast=False), strict=True):
         part.add_(x)
     return change
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import ClassVar
 
 import torch
 
@@ -32,16 +31,16 @@ from ltx.extend import (
     Strategy,
     Update,
     Updated,
-    advanced,
     arguments,
+    collectives,
     needs,
     negotiate,
-    sees_loss,
+    optimizers,
     states_of,
     tree,
-    wide,
 )
 from ltx.hooks.plain import EXACT, resolve_hook, resolved
+from ltx.strategies.nodes import refuse_complex
 from ltx.typing import Tree
 
 #: The keys of a parameter's communication state: the value at which all ranks began, and the outer velocity. The state
@@ -107,9 +106,6 @@ class DiLoCoStrategy(Strategy):
         tensor([1., 1.])
     """
 
-    stateful: ClassVar[bool] = True
-    takes_complex: ClassVar[bool] = False
-
     period: int
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
@@ -151,14 +147,14 @@ class DiLoCoStrategy(Strategy):
         return None
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
-        anchor = param.detach().to(wide(param.dtype), copy=True)
+        anchor = param.detach().to(collectives.wide(param.dtype), copy=True)
         own = dict(resolved(self.outer_hook).init(anchor, path))
         if self.fragment_sync_delay:
             own[SENT] = anchor.new_zeros(())
         if self.outer is None:
             return {**own, ANCHOR: anchor, VELOCITY: torch.zeros_like(anchor)}
         begun = self.outer.init({path: anchor})
-        if sees_loss(begun) or not all(map(torch.is_floating_point, tree.flatten(begun)[0])):
+        if optimizers.sees_loss(begun) or not all(map(torch.is_floating_point, tree.flatten(begun)[0])):
             raise StrategyError(
                 f"DiLoCoStrategy.outer: {self.outer} keeps a loss or whole numbers in its state, where there are "
                 "floating tensors alone. Count in a floating tensor, or use one of ltx.optim.from_torch's."
@@ -171,10 +167,12 @@ class DiLoCoStrategy(Strategy):
 
     @property
     def layout(self) -> StateLayout:
-        stateful = resolved(self.outer_hook).stateful
-        return StateLayout("per_rank", "per_rank", "per_rank", "per_rank" if stateful else "replicated")
+        hook = resolved(self.outer_hook)
+        own = hook.state_names or hook.reads_step
+        return StateLayout("per_rank", "per_rank", "per_rank", "per_rank" if own else "replicated")
 
     def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Tree:
+        refuse_complex(self, params)
         leaves = tree.flatten(params)[0]
         if self.fragments > max(1, len(leaves)):
             raise StrategyError(
@@ -187,7 +185,7 @@ class DiLoCoStrategy(Strategy):
             # all ranks are here; at the first send, ranks would have to wait for each other to agree
             if self.due(at) is not None:
                 members, _ = self._fragment(params, at)
-                given = [torch.empty_like(x, dtype=wide(x.dtype)) for x in members.values()]
+                given = [torch.empty_like(x, dtype=collectives.wide(x.dtype)) for x in members.values()]
                 held = [hook.init(x, path) for path, x in zip(members, given, strict=True)]
                 negotiate(self, hook, given, list(members), StepInfo(0, axis), held, background=True)
         return super().init_optimizer(optimizer, params, axis)
@@ -298,7 +296,7 @@ class DiLoCoStrategy(Strategy):
         params = {path: state[ANCHOR]}
         spec = tree.flatten(self.outer.init(params))[1]
         own = tree.unflatten(spec, [state[OUTER.format(place)] for place in range(spec.num_leaves)])
-        params, own = self.outer.apply({path: grad}, advanced(own, lambda count: step), params)
+        params, own = self.outer.apply({path: grad}, optimizers.advanced(own, lambda count: step), params)
         return {ANCHOR: params[path], **_named(own)}
 
 

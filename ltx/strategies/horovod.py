@@ -25,6 +25,7 @@ from ltx.extend import (
     LeafState,
     Old,
     Optimizer,
+    Packing,
     PostUpdateHook,
     PostUpdateResult,
     Reduced,
@@ -33,18 +34,18 @@ from ltx.extend import (
     States,
     StepInfo,
     Strategy,
-    Terms,
     Update,
     Updated,
     arguments,
     around,
     brief,
+    buffers,
+    collectives,
     communicate_after_update,
-    times_lr,
+    optimizers,
     tree,
-    unpack,
-    wide,
 )
+from ltx.hooks.combined import in_half
 from ltx.hooks.plain import EXACT, resolve_hook, resolved
 from ltx.typing import Tree
 
@@ -118,7 +119,7 @@ class HorovodStrategy(Strategy):
             raise self._wrong("groups", "a positive number of groups, or a list of lists of parameters' paths")
         if self.op == "adasum":
             hook = resolved(self.compression)
-            if not isinstance(hook, (hooks.AllReduce, hooks.FP16, hooks.BF16)) or hook.stateful:
+            if not isinstance(hook, (hooks.AllReduce, hooks.FP16, hooks.BF16)) or hook.state_names:
                 raise self._wrong("compression", 'one of "none", "fp16", "bf16" with op="adasum"')
             if self.scale_lr:
                 raise self._wrong("scale_lr", 'False with op="adasum", which keeps one rank\'s learning rate')
@@ -150,21 +151,13 @@ class HorovodStrategy(Strategy):
             return None
         return self._reduction.at(step // self.backward_passes_per_step)
 
-    @property
-    def constant_after(self) -> int | None:
-        return self._reduction.constant_after if self.backward_passes_per_step == 1 else None
-
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
-        return self._reduction.init(param, path)
+        return self._reduction.init(param, path) if self._reduction.state_names else {}
 
     @property
-    def stateful(self) -> bool:
-        return bool(self._reduction.stateful)
-
-    @property
-    def cycle(self) -> tuple[int, int]:
-        passes = self.backward_passes_per_step
-        return passes * (resolved(self.compression).constant_after or 0), passes
+    def cycle(self) -> tuple[int, int] | None:
+        passes, last_change = self.backward_passes_per_step, resolved(self.compression).constant_after
+        return None if last_change is None else (passes * last_change, passes)
 
     def grouping(self, paths: Callable[[], list[str]], arrival: Sequence[int]) -> tuple[int, ...]:
         if self.groups is None:
@@ -182,10 +175,6 @@ class HorovodStrategy(Strategy):
         return StateLayout(opt_state="per_rank" if self.op == "adasum" else "replicated")
 
     @property
-    def needs_whole(self) -> bool:
-        return self.op == "adasum"
-
-    @property
     def updates_in_buckets(self) -> bool:
         return self.backward_passes_per_step == 1 and not self.scale_lr
 
@@ -196,17 +185,14 @@ class HorovodStrategy(Strategy):
     def communicates_after_update(self, step: int) -> bool:
         return self.op == "adasum" and self._synchronises(step)
 
-    def post_update_hook(self, optimizer: Optimizer, step: int) -> AdasumOfMoves | None:
-        whole = self.op != "adasum" or self.backward_passes_per_step > 1
-        return None if whole else AdasumOfMoves(self._short)
+    def post_update_hook(self, step: int) -> AdasumOfMoves | None:
+        return AdasumOfMoves(self._short) if self.op == "adasum" else None
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        super().check_optimizer(optimizer)
+    def check(self, optimizer: Optimizer, axis: Axis | None = None) -> None:
+        super().check(optimizer, axis)
         if self.scale_lr:
             with_scaled_lr(optimizer, 1)
-
-    def check_axis(self, axis: Axis) -> None:
-        if self.op == "adasum" and axis.size & (axis.size - 1):
+        if self.op == "adasum" and axis is not None and axis.size & (axis.size - 1):
             raise StrategyError(
                 f'HorovodStrategy(op="adasum") pairs ranks with ranks, and works on 1, 2, 4, 8, ... of them; axis '
                 f"{axis.name!r} has {axis.size}."
@@ -311,34 +297,26 @@ class Scaled(hooks.CommHook):
         return (*self.hook.state_names, PASSES) if self.passes else self.hook.state_names
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
-        passes = {PASSES: torch.zeros_like(param, dtype=wide(param.dtype))} if self.passes else {}
+        passes = {PASSES: torch.zeros_like(param, dtype=collectives.wide(param.dtype))} if self.passes else {}
         return {**self.hook.init(param, path), **passes}
 
     def at(self, step: int) -> hooks.CommHook:
         return replace(self, hook=self.hook.at(step))
 
-    def cast(self, dtype: torch.dtype) -> hooks.CommHook:
-        return replace(self, hook=hooks.cast(self.hook, dtype))
-
-    def scale(self, axis_size: int) -> float:
-        whole = self.hook.scale(axis_size) * axis_size
-        if self.op == "sum":
-            return whole
-        return whole / (axis_size if self.predivide is None else self.predivide)
-
-    def derivative_scale(self, axis_size: int) -> float:
-        return self.hook.derivative_scale(axis_size) * (axis_size if self.op == "sum" else 1)
-
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        narrow = self.hook.wire_dtype(dtype)
+    def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
+        narrow, scale, counts_as, terms = self.hook.packing(dtype, axis_size)
         # Gradients of several passes are added before they are rounded.
-        return wide(dtype) if self.passes else narrow
+        dtype, whole = collectives.wide(dtype) if self.passes else narrow, scale * axis_size
+        if self.op == "sum":
+            return Packing(dtype, whole, counts_as and counts_as * axis_size, terms)
+        return Packing(dtype, whole / (axis_size if self.predivide is None else self.predivide), counts_as, terms)
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         dtype, states, flat = inputs.bucket.dtype, inputs.states, inputs.flat
         if self.passes:
             earlier = torch.cat([state[PASSES].reshape(-1) for state in states])
-            flat = (flat + earlier * self.scale(inputs.axis_size)).to(self.hook.wire_dtype(dtype))
+            own, inner = (each.packing(dtype, inputs.axis_size) for each in (self, self.hook))
+            flat = (flat + earlier * own.scale).to(inner.dtype)
             states = [{name: x for name, x in state.items() if name != PASSES} for state in states]
         total, after = yield from self.hook.reduce(replace(inputs, flat=flat, states=states))
         if self.passes:
@@ -349,10 +327,13 @@ class Scaled(hooks.CommHook):
         return total, after
 
 
+in_half.register(Scaled, lambda hook, dtype: replace(hook, hook=hooks.cast(hook.hook, dtype)))
+
+
 @lru_cache(maxsize=64)
 def with_scaled_lr(optimizer: Optimizer, factor: int) -> Optimizer:
     """`optimizer` with `factor` times its learning rate. Raises StrategyError unless it is one of torch's."""
-    scaled = times_lr(optimizer, factor)
+    scaled = optimizers.times_lr(optimizer, factor)
     if scaled is None:
         raise StrategyError(
             "HorovodStrategy.scale_lr multiplies the learning rate of ltx.optim.from_torch's optimizers, which "
@@ -376,18 +357,16 @@ class AdasumOfMoves(hooks.Adasum, PostUpdateHook):
     def begun(self, old: Old) -> list[LeafState]:
         return [{START: start} for start in old.params]
 
-    def extra_terms(self, state: LeafState, axis_size: int) -> Terms:
-        return [(state[START], 1.0)]
-
-    def scale(self, axis_size: int) -> float:
-        return -1.0
+    def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
+        narrow = super().packing(dtype, axis_size).dtype
+        return Packing(narrow, -1.0, None, lambda state: [(state[START], 1.0)])
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         total, _ = yield from super().reduce(inputs)
         return total, ()
 
     def finish_bucket(self, bucket: Bucket, reduced: Reduced, old: Old) -> PostUpdateResult:
-        back = unpack(reduced[0], bucket)
+        back = buffers.unpack(reduced[0], bucket)
         if old.may_overwrite:
             return PostUpdateResult(old.params, old.states, partial(torch._foreach_sub_, [*old.params], back))
         return PostUpdateResult([torch.sub(p, b) for p, b in zip(old.params, back, strict=True)], old.states)

@@ -28,6 +28,7 @@ from ltx import hooks
 from ltx.errors import StrategyError
 from ltx.extend import Axis, LeafState, StateLayout, States, StepInfo, Strategy, arguments, brief, inner, tree
 from ltx.hooks.plain import EXACT, resolve_hook, resolved
+from ltx.optim import Optimizer
 from ltx.strategies.nodes import WithinNode
 from ltx.typing import Tree
 
@@ -109,23 +110,17 @@ class LocalSGDStrategy(Strategy):
             return resolved(self.comm_hook).at(step)
         return None if self.subgroup is None else WithinNode(self.subgroup)
 
-    @property
-    def constant_after(self) -> int:
-        return self.warmup_steps
-
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
         return resolved(self.comm_hook).init(param, path) if self.warmup_steps else {}
-
-    def shares_gradients(self, step: int) -> bool:
-        return step < self.warmup_steps
 
     @property
     def cycle(self) -> tuple[int, int]:
         periods = [self.period] if isinstance(self.period, int) else [period for period, _ in cast(Levels, self.period)]
         return self.warmup_steps, lcm(*periods)
 
-    def check_axis(self, axis: Axis) -> None:
-        if axis.size == 1:
+    def check(self, optimizer: Optimizer, axis: Axis | None = None) -> None:
+        super().check(optimizer, axis)
+        if axis is None or axis.size == 1:
             return
         if self.subgroup is not None and axis.size % self.subgroup:
             raise StrategyError(

@@ -17,22 +17,28 @@ from typing import Any, ClassVar, cast
 
 import torch
 
-from ltx.errors import StrategyError, UnsupportedError
+from ltx.errors import StrategyError
 from ltx.extend import (
     Axis,
     Bucket,
     BucketInput,
     CollectiveRequest,
+    Optimizer,
+    Packing,
     Reduction,
     Strategy,
     arguments,
     around,
     drive_within,
     inner,
+    needs,
     outer,
+    tree,
 )
 from ltx.hooks import CommHook
+from ltx.hooks.combined import in_half
 from ltx.hooks.plain import EXACT
+from ltx.typing import Tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +69,20 @@ class NodeStrategy(Strategy):
         """The number of ranks that act as one: those of a node, or 1."""
         return self.node_size or 1
 
-    def check_axis(self, axis: Axis) -> None:
-        if axis.size > 1 and axis.size % self.together:
+    def check(self, optimizer: Optimizer, axis: Axis | None = None) -> None:
+        super().check(optimizer, axis)
+        if axis is not None and axis.size > 1 and axis.size % self.together:
             raise StrategyError(
                 f"{type(self).__name__}.node_size must divide the number of ranks: axis {axis.name!r} has {axis.size}, "
                 f"which aren't nodes of {self.together}."
             )
+
+
+def refuse_complex(strategy: Strategy, params: Tree) -> None:
+    """Raise if a strategy that keeps real numbers of each parameter gets a complex one."""
+    for path, leaf in zip(tree.leaf_paths(params), tree.flatten(params)[0], strict=True):
+        if leaf.is_complex():
+            needs.require("complex, strategy", strategy, f"train.init: parameter {path!r}, {tree.describe(leaf)},")
 
 
 def node(axis: Axis, size: int) -> Axis:
@@ -131,12 +145,10 @@ class ByNode(NodeHook):
     def phases(self) -> int:
         return (1 in self.steps) + (3 in self.steps) + (int(self.hook.phases) if 2 in self.steps else 0)
 
-    def scale(self, axis_size: int) -> float:
+    def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
         m = min(self.node_size, axis_size)
-        return self.hook.scale((m if 1 in self.steps else 1) * (axis_size // m if 2 in self.steps else 1))
-
-    def derivative_scale(self, axis_size: int) -> float:
-        return self.hook.scale(axis_size)
+        summed = self.hook.packing(dtype, (m if 1 in self.steps else 1) * (axis_size // m if 2 in self.steps else 1))
+        return summed._replace(counts_as=self.hook.packing(dtype, axis_size).counts_as)
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         mates, nodes = self.axes(inputs.axis)
@@ -188,29 +200,13 @@ class WithinNode(CommHook):
     ranks: int
     dtype: torch.dtype | None = None
 
-    def cast(self, dtype: torch.dtype) -> WithinNode:
-        return replace(self, dtype=dtype)
-
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self.dtype if self.dtype is not None and dtype in (torch.float32, torch.float64) else dtype
-
     def axes(self, axis: Axis) -> tuple[Axis, ...]:
-        return () if axis.size == 1 else (inner(axis, self.ranks),)
+        return (axis if axis.size == 1 else inner(axis, self.ranks),)
 
-    def within(self, axis: Axis) -> Axis | None:
-        return None if axis.size == 1 else inner(axis, self.ranks)
-
-    def scale(self, axis_size: int) -> float:
-        return 1.0 if axis_size == 1 else 1.0 / self.ranks
-
-    def derivative_scale(self, axis_size: int) -> float:
-        if axis_size > self.ranks:
-            raise UnsupportedError(
-                f"second derivatives count a reduction as the sum over all {axis_size} ranks, and {self!r} is the mean "
-                f"over a node of {self.ranks}. Take them of ltx.block_backward_sync(step), or with a strategy without "
-                "nodes."
-            )
-        return super().derivative_scale(axis_size)
+    def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
+        narrow = self.dtype if self.dtype is not None and dtype in (torch.float32, torch.float64) else dtype
+        scale = 1.0 if axis_size == 1 else 1.0 / self.ranks
+        return Packing(narrow, scale, scale if axis_size <= self.ranks else None)  # not the mean over all ranks
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         assert inputs.axis is not None
@@ -218,3 +214,6 @@ class WithinNode(CommHook):
             return (yield from EXACT.reduce(inputs))
         total = yield CollectiveRequest("psum", inputs.flat, axis=inner(inputs.axis, self.ranks))
         return total, inputs.states
+
+
+in_half.register(WithinNode, lambda hook, dtype: replace(hook, dtype=dtype))

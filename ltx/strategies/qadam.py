@@ -21,22 +21,23 @@ import torch
 from ltx import hooks
 from ltx.errors import StrategyError
 from ltx.extend import (
+    Axis,
     BucketInput,
     LeafState,
+    Packing,
     Reduction,
     StateLayout,
     States,
     StepInfo,
-    Terms,
     Update,
     Updated,
     arguments,
     around,
     brief,
+    buffers,
     needs,
     states_of,
     tree,
-    unpack,
 )
 from ltx.hooks.plain import EXACT, resolve_hook, resolved
 from ltx.optim import Optimizer
@@ -65,22 +66,24 @@ class MeanMomentum(hooks.CommHook):
         return (MOMENTUM, *self.among.state_names)
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
-        momentum = torch.zeros_like(param, dtype=self.wire_dtype(param.dtype)).contiguous()
+        momentum = torch.zeros_like(param, dtype=self.packing(param.dtype, 1).dtype).contiguous()
         return {**self.among.init(param, path), MOMENTUM: momentum}
 
     def at(self, step: int) -> MeanMomentum:
         return replace(self, among=self.among.at(step))
 
-    def scale(self, axis_size: int) -> float:
-        return (1 - self.beta1) / axis_size
+    def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
+        among = self.among.packing(dtype, axis_size)
 
-    def extra_terms(self, state: LeafState, axis_size: int) -> Terms:
-        return [(state[MOMENTUM], self.beta1 / axis_size), *self.among.extra_terms(state, axis_size)]
+        def terms(state: LeafState) -> list[tuple[torch.Tensor, float]]:
+            return [(state[MOMENTUM], self.beta1 / axis_size), *among.terms(state)]
+
+        return among._replace(scale=(1 - self.beta1) / axis_size, terms=terms)
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         own = [states_of(self.among, state) for state in inputs.states]
         mean, after = yield from self.among.reduce(replace(inputs, states=own))
-        momenta = unpack(mean, inputs.bucket, cast=False)
+        momenta = buffers.unpack(mean, inputs.bucket, cast=False)
         return mean, [{**state, MOMENTUM: m} for state, m in zip(after, momenta, strict=True)]
 
 
@@ -154,11 +157,12 @@ class QAdam(NodeStrategy):
         return hooks.after(self.warmup_steps, MeanMomentum(self.betas[0], among), exact)
 
     @property
-    def constant_after(self) -> int | None:
-        last: int | None = self._hooks.constant_after
-        return last
+    def cycle(self) -> tuple[int, int] | None:
+        last_change = self._hooks.constant_after
+        return None if last_change is None else (last_change, 1)
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:
+    def check(self, optimizer: Optimizer, axis: Axis | None = None) -> None:
+        super().check(optimizer, axis)
         wanted = QAdamOptimizer, self.warmup_steps, self.betas
         needs.require("QAdam, optimizer", optimizer, repr(self), *wanted)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,10 +25,10 @@ from ltx.extend import (
     Axis,
     Bucket,
     BucketInput,
-    ClipByGlobalNorm,
     CollectiveRequest,
     Old,
     Optimizer,
+    Packing,
     PostUpdateHook,
     PostUpdateResult,
     Reduced,
@@ -40,12 +40,12 @@ from ltx.extend import (
     Update,
     Updated,
     communicate_after_update,
-    members_of,
     needs,
+    optimizers,
     tree,
-    with_members,
 )
 from ltx.hooks import AllReduce, CommHook
+from ltx.hooks.combined import in_half
 from ltx.typing import Tree
 
 
@@ -91,19 +91,16 @@ class ZeroStrategy(Strategy):
     def hook_in_training(self, step: int) -> CommHook:
         return MeanPart()
 
-    def shares_gradients(self, step: int) -> bool:
-        return False
-
     def communicates_after_update(self, step: int) -> bool:
         return True
 
-    def post_update_hook(self, optimizer: Optimizer, step: int) -> PartUpdated:
+    def post_update_hook(self, step: int) -> PartUpdated:
         return PartUpdated()
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        super().check_optimizer(optimizer)
-        for member in members_of(optimizer):
-            if not (isinstance(member, ClipByGlobalNorm) and member.takes_parts):
+    def check(self, optimizer: Optimizer, axis: Axis | None = None) -> None:
+        super().check(optimizer, axis)
+        for member in optimizers.members_of(optimizer):
+            if not (isinstance(member, optimizers.ClipByGlobalNorm) and member.takes_parts):
                 needs.require("ZeRO, optimizer", member)
 
     def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Shards:
@@ -145,7 +142,7 @@ class ZeroStrategy(Strategy):
     def _together(self, optimizer: Optimizer, info: StepInfo) -> Optimizer:
         """`optimizer`, in which clipping uses the norm over all ranks' parts."""
 
-        def norm(member: ClipByGlobalNorm, parts: Sequence[Tensor]) -> Tensor:
+        def norm(member: optimizers.ClipByGlobalNorm, parts: Sequence[Tensor]) -> Tensor:
             own = member.norm(parts)  # this norm is already over a mesh's other dimensions
             if info.axis.size == 1:
                 return own
@@ -154,9 +151,9 @@ class ZeroStrategy(Strategy):
             squares, _ = self.exchange(AllReduce(), squares, ["the squared norm of the gradients"], info).wait()
             return squares[0].sqrt().reshape(()).to(own.dtype)
 
-        found = members_of(optimizer)
-        each = [replace(m, norm=partial(norm, m)) if isinstance(m, ClipByGlobalNorm) else m for m in found]
-        return with_members(optimizer, each)
+        found = optimizers.members_of(optimizer)
+        each = [replace(m, norm=partial(norm, m)) if isinstance(m, optimizers.ClipByGlobalNorm) else m for m in found]
+        return optimizers.with_members(optimizer, each)
 
 
 @dataclass(frozen=True)
@@ -207,6 +204,7 @@ def _rows(flat: Tensor, ranks: int) -> Tensor:
 class MeanPart(CommHook):
     """Reduce-scatter: rank r gets the r-th part of every mean gradient, in its place, and zeros elsewhere."""
 
+    alike: ClassVar[bool] = False
     elementwise: ClassVar[bool] = False
     sums: ClassVar[bool] = False
 
@@ -216,17 +214,18 @@ class MeanPart(CommHook):
     def exact(self) -> bool:
         return self.short is None
 
-    def cast(self, dtype: torch.dtype) -> Self:
-        return replace(self, short=dtype)
-
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype if self.short is None or dtype.itemsize < 4 or dtype.is_complex else self.short
+    def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
+        narrow = dtype if self.short is None or dtype.itemsize < 4 or dtype.is_complex else self.short
+        return Packing(narrow, 1.0 / axis_size, 1.0 / axis_size)
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         if not inputs.flat.numel():
             return inputs.flat, inputs.states
         mine = yield CollectiveRequest("psum_scatter", _side_by_side(inputs))
         return _placed(mine, inputs), inputs.states
+
+
+in_half.register(MeanPart, lambda hook, dtype: replace(hook, short=dtype))
 
 
 def _side_by_side(inputs: BucketInput) -> Tensor:
@@ -296,8 +295,8 @@ class AllParts(PartUpdated):
     phases: ClassVar[int] = 1
     shares_gradients: ClassVar[bool] = False
 
-    def scale(self, axis_size: int) -> float:
-        return 1.0
+    def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
+        return super().packing(dtype, axis_size)._replace(scale=1.0)
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         return (yield CollectiveRequest("all_gather", inputs.flat)), ()

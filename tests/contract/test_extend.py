@@ -59,8 +59,8 @@ class NewHook(extend.CommHook):
 
     def reduce(self, inputs: extend.BucketInput) -> extend.Reduction:
         flat = inputs.flat
-        if extend.is_plain(flat):
-            for some in extend.chunks(len(flat)):
+        if extend.buffers.is_plain(flat):
+            for some in extend.buffers.chunks(len(flat)):
                 flat[some].div_(self.step).round_().mul_(self.step)
         else:
             flat = (flat / self.step).round() * self.step
@@ -131,11 +131,11 @@ def test_a_strategy(strategy: Strategy, seed: int, ranks: Ranks) -> None:
 
 def test_a_rule_leaves_its_argument(ranks: Ranks) -> None:
     """Though the network adds up in place."""
-    rule = extend.Rule("total", "psum", stacked=lambda xs, n, static: (xs.sum(0), False))
+    rule = extend.collectives.Rule("total", "psum", stacked=lambda xs, n, static: (xs.sum(0), False))
 
     def run(length: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
         x = torch.ones(3)
-        total = extend.collective(rule, x[:length])
+        total = extend.collectives.collective(rule, x[:length])
         return total, x, total.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
 
     for length in (3, 0):
@@ -144,12 +144,16 @@ def test_a_rule_leaves_its_argument(ranks: Ranks) -> None:
 
 
 def test_what_a_rule_is_refused_for() -> None:
-    mine = extend.Rule("psum", None, stacked=lambda xs, n, static: (xs, True))
-    refuses(ltx.errors.CollectiveError, "a rule called 'psum' already", extend.collective, mine, torch.ones(2))
+    mine = extend.collectives.Rule("psum", None, stacked=lambda xs, n, static: (xs, True))
+    refuses(
+        ltx.errors.CollectiveError, "a rule called 'psum' already", extend.collectives.collective, mine, torch.ones(2)
+    )
     # An operation that moves bytes alone doesn't make a rule one that does.
-    latest = extend.Rule("latest", "all_gather", stacked=lambda xs, n, static: (xs.amax(0), False), weights=torch.eq)
+    latest = extend.collectives.Rule(
+        "latest", "all_gather", stacked=lambda xs, n, static: (xs.amax(0), False), weights=torch.eq
+    )
     for dtype, said in ((torch.float8_e5m2, "has no sums"), (torch.complex64, "real numbers alone")):
-        refuses(ltx.errors.UnsupportedError, said, extend.collective, latest, torch.ones(2).to(dtype))
+        refuses(ltx.errors.UnsupportedError, said, extend.collectives.collective, latest, torch.ones(2).to(dtype))
 
 
 def test_names_of_before_are_those_of_extend() -> None:
@@ -176,6 +180,19 @@ def test_what_is_said_is_in_what_is_offered() -> None:
     assert [NewStrategy().offers.communicates_after_update(step) for step in range(4)] == [False, True] * 2
     assert OldStrategy().offers.updates_in_buckets is False
     assert NewStrategy().offers.updates_in_buckets is True
+
+
+@pytest.mark.parametrize("base", [CommHook, Strategy])
+def test_what_is_gone_is_refused_when_a_class_is_made(base: Any) -> None:
+    """As a method, an attribute or a property; a field of the class' own may have such a name."""
+    for name in base._gone:
+        for member in (False, property(lambda self: 1), lambda self: 1):
+            refuses(
+                ltx.errors.StrategyError, rf"Mine\.{name} is gone: say it by ", type, "Mine", (base,), {name: member}
+            )
+        given = {"__annotations__": {name: int}, name: 1}
+        assert getattr(dataclass(frozen=True)(type("Mine", (base,), given))(), name) == 1
+    refuses(ImportError, r"ltx\.extend\.pack is ltx\.extend\.buffers\.pack now", exec, "from ltx.extend import pack")
 
 
 def test_what_is_refused_says_the_field() -> None:

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 
 import ltx
-from ltx.core.gradients import comm_hook
+from ltx.core.gradients import buffers
 from ltx.extend import comm
 from tests.contract.conformance.table import OPS
 from tests.contract.hooks.table import HOOKS
@@ -136,7 +136,7 @@ def tried(build: Callable[[], tuple[Any, Run]], seed: int, in_pieces: frozenset[
         torch.manual_seed(seed)
         given, run = build()
         torch.manual_seed(seed)
-        with patch.object(comm_hook, "IN_PIECES", in_pieces):
+        with patch.object(buffers, "IN_PIECES", in_pieces):
             expected = run(given)
         torch.manual_seed(seed)
         with device():
@@ -158,6 +158,6 @@ if __name__ == "__main__":
     chosen = {name: build for name, build in rows().items() if name.startswith(f"{kind} ")}
     found = {}
     for name, build in chosen.items():
-        in_pieces = frozenset() if IN_ANOTHER_ORDER in name.lower() else comm_hook.IN_PIECES
+        in_pieces = frozenset() if IN_ANOTHER_ORDER in name.lower() else buffers.IN_PIECES
         found[name] = tried(build, seed, in_pieces)
     print(json.dumps(found))

@@ -5,9 +5,9 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         name="gradients: buckets launched as they come",
-        where="ProcessSchedule._due",
-        old="while (program := self._ready.pop(len(self.pending), None)) is not None:",
-        new="while self._ready and (program := self._ready.pop(next(iter(self._ready)))) is not None:",
+        where="Pending.launch",
+        old="while (program := ready.pop(place := len(self._launched), None)) is not None:",
+        new="while ready and (program := ready.pop(next(iter(ready)))) and (place := len(self._launched)) >= 0:",
         breaks="ranks whose gradients come in another order issue their buckets in another order",
         tests=(
             "tests/contract/gradients/test_schedule.py::test_any_order_of_arrival_on_processes",
@@ -17,8 +17,8 @@ MUTANTS = (
     Mutant(
         name="gradients: buckets aren't waited for",
         where="Pending._advance.result",
-        old="result = pending.work.wait() if pending.work is not None else None",
-        new="result = pending.work._value if pending.work is not None else None",
+        old="result = program.work.wait() if program.work is not None else None",
+        new="result = program.work._value if program.work is not None else None",
         breaks="the step reads buckets that are still on their way",
         tests=("tests/contract/gradients/test_schedule.py::test_any_order_of_arrival_on_processes",),
     ),
@@ -65,7 +65,7 @@ MUTANTS = (
     Mutant(
         name="gradients: gradients of gradients go through the hook",
         where="Schedule.hook_of",
-        old="return ExactSum(hook.derivative_scale(self.plan.axis.size)) if self.again else hook",
+        old="return ExactSum(counts_as(hook, self.plan.axis.size)) if self.again else hook",
         new="return hook",
         breaks="second derivatives are compressed",
         tests=("tests/internal/hooks/test_hooks.py::test_gradients_of_gradients_are_exact",),
@@ -80,15 +80,15 @@ MUTANTS = (
     ),
     Mutant(
         name="hooks: the residual isn't added back",
-        where="LossyHook.extra_terms",
-        old="return [(state[RESIDUAL], 1.0)] if self.error_feedback and RESIDUAL in state else ()",
+        where="_residual",
+        old="return [(state[RESIDUAL], 1.0)] if RESIDUAL in state else ()",
         new="return ()",
         breaks="error feedback is kept and never sent",
         tests=("tests/contract/hooks/test_conformance.py",),
     ),
     Mutant(
         name="hooks: the residual's sign turned round",
-        where="LossyHook.extra_terms",
+        where="_residual",
         old="return [(state[RESIDUAL], 1.0)]",
         new="return [(state[RESIDUAL], -1.0)]",
         breaks="error feedback doubles the error",

@@ -38,7 +38,7 @@ MUTANTS = (
     Mutant(
         name="transforms: parameters aren't compared at the first call",
         where="DataParallel._check_given",
-        old="check_params_once(hook.within(axis) or axis, params, self.fn, key, None)",
+        old="check_params_once(shared_part(hook, axis) or axis, params, self.fn, key, None)",
         new="",
         breaks='with returns="grads" processes that drew their own weights train on',
         tests=("tests/contract/transforms/test_compare.py",),
@@ -206,7 +206,7 @@ MUTANTS = (
         where="Resolved.holds",
         old="same = self.axis is axis and self.train.step.hook(step, training=True) == self.hook",
         new="same = self.axis is axis",
-        breaks="a strategy's own schedule of hooks is ignored where it doesn't set constant_after",
+        breaks="a strategy's own schedule of hooks is ignored where it doesn't set its cycle",
         tests=("tests/internal/training/test_between_steps.py",),
     ),
     Mutant(

@@ -53,9 +53,9 @@ MUTANTS = (
     ),
     Mutant(
         name="strategies: within a node divided by all ranks",
-        where="WithinNode.scale",
-        old="return 1.0 if axis_size == 1 else 1.0 / self.ranks",
-        new="return 1.0 / axis_size",
+        where="WithinNode.packing",
+        old="1.0 if axis_size == 1 else 1.0 / self.ranks",
+        new="1.0 / axis_size",
         breaks="gradients within nodes are too small",
         tests=("tests/contract/strategies/test_local_sgd.py::test_a_node_waits_for_no_other",),
     ),
@@ -80,7 +80,7 @@ MUTANTS = (
     ),
     Mutant(
         name="strategies: QAdam's momentum isn't decayed",
-        where="MeanMomentum.extra_terms",
+        where="MeanMomentum.packing",
         old="(state[MOMENTUM], self.beta1 / axis_size)",
         new="(state[MOMENTUM], 1 / axis_size)",
         breaks="momenta grow at every step",
@@ -151,11 +151,11 @@ MUTANTS = (
         tests=("tests/contract/nn/test_sync_batch_norm.py",),
     ),
     Mutant(
-        name="notebook: names of the notebook aren't sent",
-        where="run_cell",
-        old="shell.user_ns.update(given)",
-        new="",
-        breaks="%%ltx --in does nothing",
+        name="notebook: a cell's own values are replaced by the notebook's",
+        where="Cell",
+        old='has.get(name, "none") not in ("", digest)',
+        new="True",
+        breaks="what cells have set or changed is lost",
         tests=("tests/contract/notebook/test_magics.py",),
     ),
 )

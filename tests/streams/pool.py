@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ltx import PerRank, Pool
 from ltx.core import comm
 from ltx.core.comm.registry import GroupAxis
-from ltx.core.gradients import comm_hook
+from ltx.core.gradients import buffers
 from ltx.core.ranks.axis import axes_in_scope, set_world_axes
 from tests.streams.backend import LOG, NAME, PATIENT_S, Host, register
 
@@ -40,7 +40,7 @@ def on_streams(
     Hooks and optimizers do what they do on accelerators.
     """
     register()
-    before_pieces, comm_hook.IN_PIECES = comm_hook.IN_PIECES, frozenset()
+    before_pieces, buffers.IN_PIECES = buffers.IN_PIECES, frozenset()
     before = axes_in_scope()
     group = dist.new_group(backend=NAME)
     # Its close lets go of groups, whose threads wake a hundred times a second: plans that are kept hold the axis.
@@ -51,7 +51,7 @@ def on_streams(
         with host(hung_s):
             return fn(*args, **kwargs)
     finally:
-        comm_hook.IN_PIECES = before_pieces
+        buffers.IN_PIECES = before_pieces
         del group
         if axes_in_scope() == (axis,):  # else fn has begun a new world
             set_world_axes(before)

@@ -44,7 +44,7 @@ from tests.kinds import OnNewAxis, Ranks
 def test_backends_of_a_group(config: str, expected: Backends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda group: str(dist.BackendConfig(dist.Backend(config))))
     monkeypatch.setattr(backends, "accelerator", lambda: "cuda")
-    monkeypatch.setattr(backends, "HOST_BLOCKING", {*extend.HOST_BLOCKING, "blocks"})
+    monkeypatch.setattr(backends, "HOST_BLOCKING", {*extend.comm.HOST_BLOCKING, "blocks"})
     found: Any = backends_of(SimpleNamespace())  # type: ignore[arg-type]
     assert found == expected
 

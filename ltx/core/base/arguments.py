@@ -15,7 +15,7 @@ import numbers
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import field, fields, replace
 from datetime import timedelta
 from operator import attrgetter
@@ -24,6 +24,9 @@ from typing import Any, ClassVar, Generic, Literal, ParamSpec, TypeGuard, TypeVa
 import torch
 
 from ltx.core.base.errors import ArgumentError, InputError, LtxError, StrategyError
+from ltx.core.base.slips import hint
+from ltx.core.base.slips import lacks as lacks
+from ltx.core.base.tree import flatten
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -75,6 +78,7 @@ def checked(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             annotations = {name: parameters[name].annotation for name in names}
             found = {name: (_test_of(wanted, inner.__globals__), wanted) for name, wanted in annotations.items()}
             by_name = [f"{p.name}=" for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+            by_name += [f"**{p.name}" for p in parameters.values() if p.kind is p.VAR_KEYWORD]
             call = f"{called}({', '.join([*places, *by_name])})."
             of_jax = {name for name, here in _JAX.items() if here in places or f" {here}=" in call}
             wanted = {name: (test, kind) for name, (test, kind) in found.items() if test is not None}
@@ -88,13 +92,15 @@ def checked(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 for name in kwargs:
                     if name in given or (name in of_jax and name not in places):
                         what = "is given twice, by its place too" if name in places else "is no argument"
-                        hint = f" JAX's {name}= is {_JAX[name]}= here." if name in of_jax else ""
-                        raise ArgumentError(f"{called}: {name}={brief(kwargs[name])} {what}.{hint} Write {call}")
+                        of = f" JAX's {name}= is {_JAX[name]}= here." if name in of_jax else ""
+                        raise ArgumentError(f"{called}: {name}={brief(kwargs[name])} {what}.{of} Write {call}")
+                    if "**" not in call and name not in places and f" {name}=" not in call and hint(name):
+                        raise ArgumentError(f"{called}: {name}={brief(kwargs[name])} is no argument.{hint(name)}")
                 for name, (test, kind) in wanted.items():
                     value = kwargs.get(name, given.get(name, _NOT_GIVEN))
                     if value is not _NOT_GIVEN and not test(value):
-                        hint = f" Write {call}" if isinstance(value, str) and name in given else ""
-                        raise ArgumentError(f"{called}: {_says(name, kind, value)}{hint}")
+                        of = f" Write {call}" if isinstance(value, str) and name in given else ""
+                        raise ArgumentError(f"{called}: {_says(name, kind, value)}{of}")
             return fn(*args, **kwargs)
 
         return wrapped
@@ -122,15 +128,20 @@ class Offering(Generic[R]):
 
     ``offers`` is a dataclass, `kind`, whose fields have defaults. A class says what differs by an attribute, a property
     or a method of a field's name, ``elementwise = True``, or by an `offers` of its own. Whatever way, `offers` has all
-    of them, and each can be read by its name.
+    of them, and each can be read by its name. `gone` are names of before, with what is written now: a class that has
+    one, other than as a field of its own, is refused.
     """
 
     _kind: ClassVar[Any]
+    _gone: ClassVar[Mapping[str, str]] = {}
 
-    def __init_subclass__(cls, kind: type | None = None, **others: Any) -> None:
+    def __init_subclass__(cls, kind: type | None = None, gone: Mapping[str, str] | None = None, **others: Any) -> None:
         super().__init_subclass__(**others)
-        cls._kind = kind or cls._kind
-        own = set(vars(cls))
+        cls._kind, cls._gone = kind or cls._kind, cls._gone if gone is None else gone
+        own, hints = set(vars(cls)), inspect.get_annotations(cls)
+        for name in own & cls._gone.keys():
+            if name not in hints or "ClassVar" in str(hints[name]):
+                raise StrategyError(f"{cls.__name__}.{name} is gone: say it by {cls._gone[name]}.")
         for each in fields(cls._kind):
             of = each.metadata.get("follows")
             if kind is not None:
@@ -150,7 +161,7 @@ class Offering(Generic[R]):
         return found
 
     def __getattr__(self, name: str) -> Any:  # type checkers don't see that `kind` has it
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise lacks(f"{type(self).__name__!r} object", name)
 
 
 def whole(
@@ -275,13 +286,20 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def brief(value: Any, how: Callable[[Any], str] = repr) -> str:
-    """The ``repr`` of a value where it has one that fits into a message: not of a list that holds itself, say.
+    """The ``repr`` of a value where it has one that fits into a message; of tensors and states, what they are.
 
-    >>> brief("a"), brief(range(3))
-    ("'a'", 'range(0, 3)')
+    >>> brief("a"), brief({"w": torch.ones(2, 2), "b": torch.ones(2)})
+    ("'a'", '<dict of 2 leaves>')
     """
     try:
         text = how(value)
+        if isinstance(value, torch.Tensor) and "\n" in text:
+            return outcome(value)
+        if "\n" in text or len(text) > 200:
+            leaves, step = flatten(value)[0], getattr(value, "step", None)
+            if any(isinstance(x, torch.Tensor) for x in leaves):
+                many = f"{len(leaves)} lea{'ves' if len(leaves) > 1 else 'f'}"
+                return f"<{type(value).__name__} of {many}{f' at step {step}' * is_whole(step)}>"
     except Exception:  # an object of the caller's that can't be shown, or a list of lists of lists ...
         return f"an object of type {type(value).__name__}"
     return text if len(text) <= 1000 else f"{text[:500]} ... {text[-100:]}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 __all__ = [
     "ArgumentError",
     "AuthenticationError",
@@ -15,6 +18,7 @@ __all__ = [
     "DataError",
     "DeadlockDetectedError",
     "DonatedStateError",
+    "EqualBatchesWarning",
     "HookError",
     "InputError",
     "InvalidStateError",
@@ -39,10 +43,18 @@ __all__ = [
 ]
 
 
+#: How states and checkpoints know the leaf of a tree that is one leaf; users have never heard of it.
+WHOLE = "<the tree itself>"
+_WHOLE = re.compile(rf"((the )?(leaf|output|parameter|buffer) )?'{WHOLE}'")
+
+
 class LtxError(Exception):
     """Base of every error of ltx."""
 
     told = ""  # what a peer had raised, if that is why this is raised: what this rank's peers are told in its place
+
+    def __init__(self, *said: Any):
+        super().__init__(*(_WHOLE.sub("the value itself", x) if isinstance(x, str) else x for x in said))
 
 
 class ArgumentError(LtxError, TypeError, ValueError):
@@ -142,6 +154,10 @@ class CheckpointError(LtxError, RuntimeError):
 
 class UnusedParameterWarning(UserWarning):
     """The loss of a training's first step doesn't depend on some parameters, which weight decay moves all the same."""
+
+
+class EqualBatchesWarning(UserWarning):
+    """All ranks have the same batch at the first step of a world: each computes what the others do."""
 
 
 class NotFiniteError(StepLeftOutError, FloatingPointError):

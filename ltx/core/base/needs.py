@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+
 from ltx.core.base.errors import LtxError, StrategyError, UnsupportedError
 
 
@@ -30,6 +32,16 @@ def _never(part: str) -> bool:
 def _updates(optimizer: Any) -> bool:
     """Whether it updates parameters from gradients, with any strategy."""
     return optimizer.offers.moves_params is not False and optimizer.offers.strategy is None
+
+
+def _found(part: Any, offers: Any = False) -> bool:
+    """The caller has found whether `part` offers it."""
+    return bool(offers)
+
+
+def _averages(hook: Any, axis_size: int = 2) -> bool:
+    """Whether its result is the sum of gradients times a number, nearly."""
+    return hook.packing(torch.float32, axis_size).counts_as is not None
 
 
 _unsupported = partial(Need, error=UnsupportedError)
@@ -56,7 +68,10 @@ _ONE = "train with ltx.train_step, or use one hook for all"
 #: The keys name the feature and the part that it needs something of.
 TABLE = {
     "own strategy, optimizer": Need(
-        "any other strategy", "an optimizer for gradients at every step", lambda x: x.offers.strategy is None, _ITS_OWN
+        "any other strategy",
+        "an optimizer for gradients at every step",
+        lambda x, *own: x.offers.strategy in (None, *own),
+        _ITS_OWN,
     ),
     "QAdam, optimizer": Need(
         "QAdam",
@@ -64,9 +79,7 @@ TABLE = {
         lambda x, kind, *same: isinstance(x, kind) and (x.warmup_steps, x.betas) == same,
         "use ltx.optim.qadam(lr, warmup_steps=, betas=)",
     ),
-    "momenta, hook": Need(
-        "QAdam.momentum_hook", "a result that is a mean", lambda x: x.averages, "use ltx.hooks.OneBit()"
-    ),
+    "momenta, hook": Need("QAdam.momentum_hook", "a result that is a mean", _averages, "use ltx.hooks.OneBit()"),
     "state in nodes, hook": Need(
         "a strategy by node",
         "a hook without per-parameter state, as each rank of a node has only parts of parameters",
@@ -122,17 +135,14 @@ TABLE = {
     "graph, hook or strategy": _unsupported(
         "a compiled graph",
         "one reduction at this step and all later ones",
-        lambda x, step=0: x.constant_after is not None and step >= x.constant_after,
+        lambda x, step, last_change: last_change is not None and step >= last_change,
         f"run the first steps eagerly until the reduction no longer changes, or {_INSIDE}",
     ),
     "guard, graph": _unsupported(
         'guard="raise" or max_skipped', "the gradients' values", _never, f'use guard="skip" alone, or {_INSIDE}'
     ),
     "guard in a graph, strategy": _unsupported(
-        "a check of gradients in a compiled graph",
-        "equal gradients on all ranks",
-        lambda x: x.shares_gradients(0),
-        _INSIDE,
+        "a check of gradients in a compiled graph", "equal gradients on all ranks", _found, _INSIDE
     ),
     "graph, strategy": _unsupported(
         "a compiled graph",
@@ -140,14 +150,15 @@ TABLE = {
         lambda x: x.updates_in_buckets and not x.communicates_besides,
         _INSIDE,
     ),
-    "complex, strategy": Need("a complex parameter", "work on complex numbers", lambda x: x.takes_complex, _REAL),
-    "derivative, hook": _unsupported(
-        "a derivative of what is reduced", "a mean of gradients", lambda x: x.averages, _LOCAL
-    ),
-    "sparse, hook": _unsupported("a sparse gradient", "a mean of gradients", lambda x: x.averages, "use x.to_dense()"),
+    "complex, strategy": Need("a complex parameter", "work on complex numbers", _found, _REAL),
+    "derivative, hook": _unsupported("a derivative of what is reduced", "a mean of gradients", _averages, _LOCAL),
+    "sparse, hook": _unsupported("a sparse gradient", "a mean of gradients", _averages, "use x.to_dense()"),
     "chain, outer hook": Need("chain: the inner hook", "a request for sums", lambda x: x.sums, _SUMS),
     "chain, inner hook": Need(  # it must sum values that are already divided by the number of ranks
-        "chain: the outer hook", "sums of its results", lambda x: x.averages and x.scale(2) == 1 / 2, _MAKES_SUMS
+        "chain: the outer hook",
+        "sums of its results",
+        lambda x: x.packing(torch.float32, 2)[1:3] == (0.5, 0.5),
+        _MAKES_SUMS,
     ),
     "state in a chain, inner hook": Need(
         "chain: the outer hook", "a hook without per-parameter state", lambda x: not x.state_names, _AROUND
@@ -155,21 +166,16 @@ TABLE = {
     "background, hook": Need(
         "an exchange in the background",
         "one collective for each bucket, as it has one channel",
-        lambda x, ranks=2: x.phases_on(ranks) < 2,
+        lambda x, ranks=2: (x.phases(ranks) if callable(x.phases) else x.phases) < 2,
         "use a hook of one phase, such as ltx.hooks.BF16(), or make the exchange within a step",
     ),
     "partition, hook": Need(
-        "hooks.partition",
-        "a hook that calls ltx's collectives in the order of buckets",
-        lambda x: x.phases_on(2) != 0,
-        _OWN,
+        "hooks.partition", "a hook that calls ltx's collectives in the order of buckets", lambda x: x.phases != 0, _OWN
     ),
     "bucket of DDP, hook": Need(
-        "hooks.to_torch", "one hook for all parameters, as DDP fills the buckets", lambda x: not x.by_path, _ONE
+        "hooks.to_torch", "one hook for all parameters, as DDP fills the buckets", _found, _ONE
     ),
-    "error feedback, hook": Need(
-        "error_feedback", "an error to feed back", lambda x: x.with_error_feedback() is not None, _LOSSY
-    ),
+    "error feedback, hook": Need("error_feedback", "an error to feed back", _found, _LOSSY),
 }
 
 

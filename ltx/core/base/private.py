@@ -130,7 +130,7 @@ def in_memory(x: torch.Tensor) -> torch.Tensor:
 
 #: Consecutive views of a flat tensor in the shapes of other tensors. To split it and view each part takes 2.5 as long.
 parts_like: Callable[[torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tensor]] = _of_torch(
-    "torch._utils:_unflatten_dense_tensors"
+    "torch._C._nn:unflatten_dense_tensors"
 )
 
 # --- autograd ---
@@ -202,12 +202,12 @@ torch_pytree: Any = _of_torch("torch.utils:_pytree")
 
 _NO_DISPATCH: Callable[[], AbstractContextManager[None]] = _of_torch("torch._C:_DisableTorchDispatch")
 _NO_FUNCTIONS: Callable[[], AbstractContextManager[None]] = _of_torch("torch._C:DisableTorchFunction")
-_count_of_function_modes: Callable[[], int] = _of_torch("torch._C:_len_torch_function_stack")
+count_of_function_modes: Callable[[], int] = _of_torch("torch._C:_len_torch_function_stack")
 
 
 def below_modes() -> AbstractContextManager[object]:
     """A context below the user's modes, which must neither see ltx's messages nor replace them."""
-    if not (count_of_modes() or _count_of_function_modes()):
+    if not (count_of_modes() or count_of_function_modes()):
         return nullcontext()
     below = ExitStack()
     below.enter_context(_NO_DISPATCH())

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import Field, fields, is_dataclass
 from itertools import chain
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ltx.core.base.errors import LtxError
+from ltx.core.base.errors import ArgumentError, LtxError
 from ltx.core.base.private import is_wrapped
+from ltx.core.base.slips import lacks
 from ltx.core.base.traced import recording
 
 _WIDTH = 80
@@ -31,6 +32,17 @@ class Readable:
         super().__init_subclass__(**kwargs)
         if "__repr__" not in vars(cls):  # dataclass replaces an inherited __repr__, but not the class's own
             cls.__repr__ = cls.__repr__  # type: ignore[method-assign]
+
+    if not TYPE_CHECKING:  # type checkers know all that there is
+
+        def __getattr__(self, name: str) -> Any:
+            raise lacks(f"{type(self).__name__!r} object", name)
+
+        def __getitem__(self, key: object) -> Any:
+            called = {"TrainState": "state", "Metrics": "metrics"}.get(type(self).__name__)
+            part = f"{'params' if called == 'state' else 'aux'}[{key!r}]"
+            said = f". Write {called}.{key if key in [f.name for f in fields(self)] else part}" if called else ""
+            raise ArgumentError(f"{type(self).__name__!r} object has no entry {key!r}{said}.")
 
     def __repr__(self) -> str:
         return _by_fields(self, 1, -sys.maxsize if self._one_line else 0)
@@ -158,7 +170,7 @@ def _cell(text: str) -> str:
 
 
 class Curves(NamedTuple):
-    """An SVG picture of lines through points (x, y)."""
+    """An SVG picture of lines through points (x, y), with the last value of the first."""
 
     lines: Sequence[Sequence[tuple[float, float]]]
 
@@ -166,14 +178,16 @@ class Curves(NamedTuple):
         if not (points := list(chain.from_iterable(self.lines))):
             return ""
         xs, ys = zip(*points, strict=True)
-        left, low, high = min(xs), min(ys), max(ys)
-        wide, tall = 300 / (max(xs) - left or 1), 80 / (high - low or 1)
-        drawn = ""
+        left, right, low, high = min(xs), max(xs), min(ys), max(ys)
+        wide, tall = 300 / (right - left or 1), 80 / (high - low or 1)
+        drawn, (x, y) = "<path d='M0,0V80H300' fill='none' stroke='gray'/>", next(filter(None, self.lines))[-1]
         for line in self.lines:
             at = " ".join(f"{(x - left) * wide:.1f},{(high - y) * tall:.1f}" for x, y in line)
             drawn += f"<polyline points='{at}' fill='none' stroke='currentColor'/>"
-        ends = f"<text x='306' y='8'>{high:.4g}</text><text x='306' y='84'>{low:.4g}</text>"
-        return f"<svg viewBox='-4 -4 370 92' width='370' font-size='11' fill='currentColor'>{drawn}{ends}</svg>"
+        last = f"<text x='{(x - left) * wide + 5:.1f}' y='{(high - y) * tall + 4:.1f}'>{y:.4g}</text>"
+        axes = ((-4, 8, f"{high:.4g}"), (-4, 80, f"{low:.4g}"), (8, 94, f"{left:g}"), (300, 94, f"{right:g}"))
+        ends = "".join(f"<text x='{x}' y='{y}' text-anchor='end'>{text}</text>" for x, y, text in axes)
+        return f"<svg viewBox='-64 -8 428 108' width='428' font-size='11' fill='currentColor'>{drawn}{last}{ends}</svg>"
 
 
 class Shown:

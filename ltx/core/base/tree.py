@@ -28,7 +28,7 @@ import torch.utils._pytree as torch_pytree
 from ltx.core.base import traced
 from ltx.core.base.containers import NAMESPACE as NAMESPACE
 from ltx.core.base.containers import PLAIN, closed, open_in_graph, opened, sorted_keys
-from ltx.core.base.errors import LtxError, TreeError, UnsupportedError
+from ltx.core.base.errors import WHOLE, LtxError, TreeError, UnsupportedError
 from ltx.core.base.private import FakeTensor, in_transform, unwrapped
 from ltx.typing import Tree
 
@@ -137,7 +137,7 @@ spec_paths: Callable[[Any], tuple[str, ...]] = functools.lru_cache(maxsize=1024)
 
 @traced.at_trace_time
 def _written(paths: tuple[tuple[Any, ...], ...]) -> tuple[str, ...]:
-    return tuple(".".join(str(part) for part in path) or "<the tree itself>" for path in paths)
+    return tuple(".".join(str(part) for part in path) or WHOLE for path in paths)
 
 
 def wanted(
@@ -230,6 +230,7 @@ def check_leaves(leaves: Sequence[Any], tree: Tree, what: str) -> None:
         hint = " torch.fx.symbolic_trace can't record ltx. Use make_fx, torch.export or torch.compile."
     elif callable(getattr(leaf, "__next__", None)):
         hint = " A generator is used up by its first reader: pass a dict, list or tuple of tensors."
+        hint += " Of a module: dict(module.named_parameters())."
     elif type(leaf).__module__ == "numpy" and hasattr(leaf, "dtype"):
         known = leaf.dtype.kind in "biufc"
         hint = (

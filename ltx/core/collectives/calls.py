@@ -112,15 +112,9 @@ def collective(
     groups = [static(x, found.size) for x in leaves]
     moved = [movable(name, x) for x in leaves]
     negotiate_tree(name, value, leaves, spec, groups, found, moved)
-    if background and found.ranks.overlaps:
-        label = f"async {background.name}"
-        begun = [found.ranks.begin(RULES[name], group, x, label) for x, group in zip(moved, groups, strict=True)]
-        return Future(
-            background.name,
-            [work for work, _ in begun],
-            lambda ys: restored(moved, [finish(y) for (_, finish), y in zip(begun, ys, strict=True)]),
-            found.ranks.futures,
-        )
+    if background and (begun := found.ranks.begin(RULES[name], groups, moved, f"async {background.name}")):
+        works, finish, futures = begun
+        return Future(background.name, works, lambda ys: restored(moved, finish(ys)), futures)
     if len(set(groups)) == 1:
         results = apply(name, groups[0], found, moved)
     else:

@@ -244,7 +244,7 @@ def async_(collective: Callable[..., Tree]) -> Callable[..., Future]:
 
     Args:
         collective: psum, pmean, pmax, pmin, psum_to, all_gather, psum_scatter, all_to_all, ppermute, broadcast, gather,
-            scatter, or your own one that is decorated by :func:`ltx.extend.one_message`.
+            scatter, or your own one that is decorated by :func:`ltx.extend.collectives.one_message`.
 
     Returns:
         A function with the same arguments. Its future has ``wait()`` and ``done``. On simulated ranks and in a world of
@@ -274,7 +274,7 @@ def async_(collective: Callable[..., Tree]) -> Callable[..., Future]:
         raise UnsupportedError(
             f"async_ takes a collective that is one message, got {name}. It must be ltx.psum, pmean, pmax, pmin, "
             "psum_to, all_gather, psum_scatter, all_to_all, ppermute, broadcast, gather or scatter, or one of your own "
-            "that ltx.extend.one_message decorates."
+            "that ltx.extend.collectives.one_message decorates."
         )
     signature = inspect.signature(collective)
 

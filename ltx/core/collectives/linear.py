@@ -102,7 +102,7 @@ class Function(torch.autograd.Function):
         Raises:
             UnsupportedError: a tracer that can't see autograd Functions records the call.
         """
-        if in_autograd_vmap() and any(map(_batched_by_autograd, args)):
+        if private.is_dispatched(private.AUTOGRAD_VMAP) and any(map(_batched_by_autograd, args)):
             return _batched_anew(cls.apply, args)
         if not private.in_transform():  # torch's own apply, without its work on each argument
             if any(map(private.is_wrapped, compress(args, map(isinstance, args, repeat(torch.Tensor))))):
@@ -201,8 +201,7 @@ class Linear(Function):
     def forward(
         name: str, static: Static, axis: Axis, compiled: bool, index: torch.Tensor | None, *xs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        communicate = axis.ranks.recorded if compiled else axis.ranks.collective
-        return communicate(RULES[name], static, xs)
+        return axis.ranks.collective(RULES[name], static, xs, compiled)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -217,7 +216,7 @@ class Linear(Function):
         if RULES[ctx.name].weights is not None:
             return (None, None, None, None, None, *_by_weights(ctx, cotangents, backward=True))
         # Transposes may differ, so each tensor has its own call. The collectives are issued in the tensors' order.
-        front = ctx.axis.ranks.taken
+        front = ctx.axis.ranks.levels.taken
         transposes = [RULES[ctx.name].transpose(shape[front:], ctx.static) for shape in ctx.shapes]
         grads: list[torch.Tensor] = []
         for (name, static), cotangent in zip(transposes, cotangents, strict=True):
@@ -245,15 +244,15 @@ class Linear(Function):
     ) -> tuple[tuple[torch.Tensor, ...], tuple[int | None, ...]]:
         rule, dims, ranks = RULES[name], in_dims[5:], axis.ranks
         # functorch has already removed the level whose rule it runs.
-        if ranks.level == (private.maybe_current_level() or 0) + 1:
+        if (private.maybe_current_level() or 0) + 1 in ranks.levels.numbers:
+            stacks = in_front(info.batch_size, xs, dims)
             # the axis has several levels: the rule of the outermost one handles all
-            if (below := ranks.below) is not None:
-                rest, stacks = replace(axis, ranks=below), in_front(info.batch_size, xs, dims)
-                all_ranks = Linear.apply(name, static, rest, compiled, index_below(index, in_dims[4]), *stacks)
-                return all_ranks, (0,) * len(xs)
-            results = [ranks.on_stack(rule, static, axis.size, x, dim) for x, dim in zip(xs, dims, strict=True)]
+            if (below := ranks.levels.below) is not None:
+                index, rest = index_below(index, in_dims[4]), replace(axis, ranks=ranks.at(below))
+                return Linear.apply(name, static, rest, compiled, index, *stacks), (0,) * len(xs)
+            results = [ranks.on_stack(rule, static, axis.size, x) for x in stacks]
             return tuple(y for y, _ in results), tuple(0 if per_rank else None for _, per_rank in results)
-        front = ranks.taken
+        front = ranks.levels.taken
         outs: list[torch.Tensor] = []
         for x, dim in zip(xs, dims, strict=True):
             inner = static if dim is None else rule.batched(static)
@@ -296,7 +295,7 @@ def apply(name: str, static: Static, axis: Axis, xs: list[torch.Tensor], compile
         return []
     if not compiled and not _differentiated(xs):
         return list(Linear.forward(name, static, axis, compiled, None, *xs))
-    return list(Linear.apply(name, static, axis, compiled, axis.ranks.batch_index(axis.size), *xs))
+    return list(Linear.apply(name, static, axis, compiled, axis.batch_index, *xs))
 
 
 def _differentiated(xs: list[torch.Tensor]) -> bool:

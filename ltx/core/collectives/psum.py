@@ -365,7 +365,7 @@ def psum_sparse(name: str, whole: Tree, value: Tree, axis: Any) -> Tree:
         header = [signature.fingerprint, *counts, *[0] * (_HEADER - 1 - len(counts))]
         said = told(name, header, found, signature)
         if any(row[0] != header[0] for row in said):
-            found.ranks.exchange(signature, None)  # raises on every rank
+            found.ranks.by_rank(signature)  # raises on every rank
         for row, more in zip(rows, said, strict=True):
             row.extend(more[1 : 1 + len(counts)])
     parts = [part for x in mine for part in (x.indices().T, x.values())]

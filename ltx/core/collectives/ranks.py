@@ -136,8 +136,8 @@ def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
         if not -x.ndim <= dim < x.ndim or x.shape[dim] % size:
             raise AxisError(
                 f"shard: leaf {path!r} of shape {list(x.shape)} can't be split along dim {dim} into {size} equal "
-                f"parts, one for each rank of axis {name!r}. Drop or pad the remainder; or take unequal parts by "
-                "ltx.share_out, and return ltx.Weighted from the step."
+                f"parts, one for each rank of axis {name!r}. Drop or pad the remainder. Processes can take unequal "
+                "parts in place of this, ltx.share_out(batch); an ltx.Weighted step then counts each sample alike."
             )
         if not traced.recording():
             tree.check_dense([x], x, f"shard: {path}")

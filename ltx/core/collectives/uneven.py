@@ -285,7 +285,8 @@ def _agree(what: str, splits: tuple[Any, ...], axis: Axis, misfit: AxisError | N
     """
     signature = comm.Signature(what, (), str(misfit).removeprefix(f"{what}: ") if misfit else f"splits {list(splits)}")
     # Misfits are compared at each call: peers with the same misfit before may have none now.
-    axis.ranks.meet((what, "splits", splits), lambda: signature, each_time=misfit is not None)
+    key = (what, "splits", object() if misfit else splits)
+    axis.ranks.announce(axis.ranks.confirm(lambda: key, lambda: signature))
     if misfit:
         raise misfit
 

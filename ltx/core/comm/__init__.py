@@ -1,14 +1,18 @@
 """All communication of ltx: every collective is issued through this package."""
 
 from ltx.core.comm.axis_comm import AxisComm as AxisComm
+from ltx.core.comm.backends import HOST_BLOCKING as HOST_BLOCKING
 from ltx.core.comm.backends import let_go as let_go
 from ltx.core.comm.backends import to_device as to_device
 from ltx.core.comm.channel import Channel as Channel
 from ltx.core.comm.channel import Work as Work
 from ltx.core.comm.ledger import note as note
 from ltx.core.comm.ledger import note_packed as note_packed
+from ltx.core.comm.ledger import recordings as recordings
 from ltx.core.comm.ledger import span as span
+from ltx.core.comm.operations import as_bytes as as_bytes
 from ltx.core.comm.operations import bytes_sent as bytes_sent
+from ltx.core.comm.operations import view_as as view_as
 from ltx.core.comm.passes import BackwardPass as BackwardPass
 from ltx.core.comm.passes import Failed as Failed
 from ltx.core.comm.passes import nested_run as nested_run

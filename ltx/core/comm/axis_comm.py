@@ -26,7 +26,7 @@ from ltx.core.comm.channel import DRAINING_S, Channel
 from ltx.core.comm.passes import Passes
 from ltx.core.comm.peers import BUCKETS, Peers, under_way
 from ltx.core.comm.signature import Agreement, Seen, Signature
-from ltx.core.ranks.backings import Part, Ranks
+from ltx.core.ranks.backings import ALONE, Part, Ranks
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class AxisComm(Ranks):
         self.closed = False
         self.compared = Seen()
         self.buffer_pool = BufferPool(self._room)  # of the gradients' buckets
-        self.parts: list[AxisComm] = []
+        self.parts: list[Any] = []  # communicators of its groups
         self.unread: Any = None  # the IssuedSummary of the last pass, if the host hasn't read it
         self.issued_in_graphs = 0  # the number of the user's collectives that may be part of a backward pass
         #: Collectives that have begun and weren't waited for yet (see ltx.core.collectives.futures), oldest first.
@@ -92,8 +92,8 @@ class AxisComm(Ranks):
         if not background and self.size > 1 and host == "gloo" and self._backends.device_type != "cpu":
             exchange, opening = self.peers.store_exchange.exchange, f"opening axis {self.name!r}"
             transport = HandedIn.transport(self.rank, lambda at, mine: exchange(f"{name}/{at}", mine, opening))
-        stream_group, limit_s = None if background else self._stream_group, self.timeout.total_seconds()
-        channel = Channel(name, self.name, group, limit_s, self.peers, transport, stream_group, self._backends)
+        ordered = (None, None) if background else (self._stream_group, self._backends.device_type)
+        channel = Channel(name, self.name, group, self.timeout.total_seconds(), self.peers, transport, *ordered)
         channel.history = deque(maxlen=_HISTORY) if background else None
         return channel
 
@@ -110,14 +110,16 @@ class AxisComm(Ranks):
             self._streams[device] = CommStream(device)
         return self._streams[device]
 
-    def part(self, name: str, part: Part) -> AxisComm:
+    def part(self, name: str, part: Part) -> tuple[int, Ranks]:
         ranks = [self.global_ranks[member] for member in part.members(self.rank)]
+        if len(ranks) == 1:
+            return 1, ALONE
         known = [each for each in self.parts if each.global_ranks == ranks]
         if not known:
             group = NewGroup(ranks, dist.get_backend_config(self.group))
             known = [type(self)(name, group, self.timeout, self.peers.heartbeat_s)]
             self.parts += known
-        return known[0]
+        return len(ranks), known[0]
 
     def _room(self, nbytes: int) -> torch.UntypedStorage | None:
         """Memory for a bucket where its sum is read in place, if there is such."""

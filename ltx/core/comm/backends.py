@@ -18,7 +18,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
@@ -44,9 +44,6 @@ class Backends:
     host: str = "gloo"  # the backend for tensors on the host; gloo where the group has none whose waits block
     stream: str | None = None  # the stream-ordered backend; None if there is none
     device_type: str | None = None  # the type of device whose tensors the stream-ordered backend takes
-
-    def orders_streams(self, device: torch.device) -> bool:
-        return device.type == self.device_type
 
 
 def backends_of(group: dist.ProcessGroup) -> Backends:
@@ -75,6 +72,8 @@ def accelerator() -> str | None:
 #: What :meth:`CommStream.fence` returns: a function of ``(made, used=())``, tensors that its stream made and used.
 StreamFence = Callable[..., None]
 
+_NOTHING = nullcontext()
+
 
 class CommStream:
     """The stream of one device on which an axis communicates, beside the stream that computes."""
@@ -82,42 +81,45 @@ class CommStream:
     def __init__(self, device: torch.device):
         self._device = device
         self._stream = None if device.type == "cpu" else torch.Stream(device, priority=-1)
+        self._behind: Any = None  # the stream that it was put behind last
 
-    @contextmanager
-    def behind_current(self) -> Iterator[None]:
-        """Enqueue on this stream, behind the current stream's work so far.
+    # Streams are asked for by the device's number: by the device that takes twice as many calls of Python.
+
+    def behind_current(self) -> AbstractContextManager[Any]:
+        """A context that enqueues on this stream, behind the current stream's work so far.
 
         Keep tensors that were made on the current stream and are used on this one, until :meth:`fence` was waited for.
         """
         if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with self._stream:
-            yield
+            return _NOTHING
+        self._behind = torch.accelerator.current_stream(self._device.index)
+        self._stream.wait_stream(self._behind)
+        return self._stream
 
     def fence(self) -> StreamFence:
         """A function that makes the stream on which it is called wait for the work that is on this stream now.
 
         Its arguments: tensors that were made on this stream and are used on that one, and tensors that this stream
-        uses.
+        uses. It is made where the stream was put behind another one (:meth:`behind_current`).
         """
         if self._stream is None:
             return lambda made, used=(): None
-        stream, began_on = self._stream, torch.accelerator.current_stream(self._device)
-        done = stream.record_event()
+        return partial(self._wait, self._stream.record_event(), self._behind)
 
-        def wait(made: Iterable[torch.Tensor], used: Iterable[torch.Tensor] = ()) -> None:
-            current = torch.accelerator.current_stream(self._device)
+    def _wait(
+        self, done: torch.Event, began_on: Any, made: Iterable[torch.Tensor], used: Iterable[torch.Tensor] = ()
+    ) -> None:
+        current: Any = torch.accelerator.current_stream(self._device.index)
+        if ledger.recordings:
             with ledger.device_wait(self._device):
                 current.wait_event(done)
-            for tensor in made:
-                tensor.record_stream(current)
-            # Their memory belongs to the stream that made them, which may reuse it before this stream is done.
-            for tensor in used if current != began_on else ():
-                tensor.record_stream(stream)
-
-        return wait
+        else:
+            current.wait_event(done)
+        for tensor in made:
+            tensor.record_stream(current)
+        # Their memory belongs to the stream that made them, which may reuse it before this stream is done.
+        for tensor in used if current != began_on else ():
+            tensor.record_stream(self._stream)  # type: ignore[arg-type]
 
 
 class HostCopy:

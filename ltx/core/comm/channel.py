@@ -34,7 +34,7 @@ from ltx.core.base.errors import (
 )
 from ltx.core.base.traced import recording
 from ltx.core.comm import ledger
-from ltx.core.comm.backends import Backends, HostCopy, StreamGroup, is_of_network, is_out_of_memory, to_device
+from ltx.core.comm.backends import HostCopy, StreamGroup, is_of_network, is_out_of_memory, to_device
 from ltx.core.comm.operations import OPERATIONS, SUMMED, Arguments, as_bytes, as_it_is, bytes_sent, from_bytes
 from ltx.core.comm.peers import PATIENCE_S, Peers
 from ltx.core.comm.signature import Agreement
@@ -53,6 +53,8 @@ class Work:
     """A started collective. :meth:`wait` returns its result; nothing may read the buffer before."""
 
     _channel: Channel
+    number: int  # of the issue on the channel
+    _begun_s: float  # the time of the issue
     _work: dist.Work | TransportWork | None
     _value: torch.Tensor
     _label: str
@@ -64,12 +66,9 @@ class Work:
     total: float | None = None
     note: Sequence[float] = ()  # the sums over ranks of the note that :meth:`Channel.issue` was given
 
-    def __post_init__(self) -> None:
-        self.number, self._begun_s = self._channel.begun, time.perf_counter()
-
     @staticmethod
     def arrived(channel: Channel, value: torch.Tensor) -> Work:
-        return Work(channel, None, value, "", None)
+        return Work(channel, channel.begun, time.perf_counter(), None, value, "", None)
 
     def give_up(self) -> None:
         """Drop this work, for which peers won't come any more. A later :meth:`wait` raises."""
@@ -103,23 +102,22 @@ class Work:
             return self._value
         began = time.perf_counter()
         try:
-            if isinstance(work, TransportWork):
-                self._pass(work, began)
-            elif self._ordered:
+            if self._ordered is not None and not isinstance(work, TransportWork):
                 self._order(work, self._ordered)
+                if self._event is not None:
+                    ledger.note_on_device(self._event, self._value.device)
             else:
-                self._block(work, self._begun_s)
+                try:
+                    self._pass(work, began) if isinstance(work, TransportWork) else self._block(work, self._begun_s)
+                finally:
+                    self._channel.peers.done()
+                if self._event is not None:
+                    now = time.perf_counter()
+                    self._event.waited_s, self._event.completed_s = now - began, self._event.completed_s or now
         except LtxError as error:
             self._channel.failed = error
             raise
-        finally:
-            self._channel.peers.done()
         self._work = None  # only now: after a failed or interrupted wait the collective is still incomplete
-        if self._ordered:
-            ledger.note_on_device(self._event, self._value.device)
-        elif self._event is not None:
-            now = time.perf_counter()
-            self._event.waited_s, self._event.completed_s = now - began, self._event.completed_s or now
         if self._finish is not as_it_is:
             self._value = self._finish(self._value)
         return self._value
@@ -140,8 +138,13 @@ class Work:
 
     def _order(self, work: dist.Work, group: StreamGroup) -> None:
         """Make the current stream wait for `work`. Raises if the work has failed: its buffer holds garbage then."""
-        self._ask(work.wait)
-        self._channel.check_device(group, self.number, self._label)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._explain(error)
+            raise
+        if group.cut_off or group.failed:
+            self._channel.check_device(group, self.number, self._label)
 
     def _block(self, work: dist.Work, began: float) -> None:
         ticks = 0
@@ -165,8 +168,14 @@ class Work:
         try:
             return ask()
         except RuntimeError as error:
-            self._channel.explain(error, self.number, self._label)
+            self._explain(error)
             raise
+
+    def _explain(self, error: RuntimeError) -> None:
+        try:
+            self._channel.explain(error, self.number, self._label)
+        finally:
+            self._channel.peers.done()
 
     def _pass(self, work: TransportWork, began: float) -> None:
         channel = self._channel
@@ -209,7 +218,7 @@ class Channel:
     peers: Peers
     transport: Transport | None  # shared memory, if all ranks are on one machine
     stream_group: StreamGroup | None  # the group for tensors on the device, if the axis has a stream-ordered backend
-    _backends: Backends
+    _on_streams: str | None  # the type of device whose tensors the stream group takes
     failed: LtxError | None = None  # the error after which a collective never completed
     issued: int = 0
     compared: int = 0
@@ -363,8 +372,16 @@ class Channel:
         except LtxError:
             return  # a peer is gone, or has issued something else: the peer won't join
 
+    def refuse_recording(self, label: str) -> None:
+        """Raise if the call is recorded, to run later."""
+        if recording():
+            raise UnsupportedError(
+                f"rank {self.rank}: {label} on axis {self.axis_name!r}: no graph (torch.export, make_fx, linearize) "
+                "can hold it, and fake tensors can't be sent. Call it outside of what is recorded."
+            )
+
     def orders_streams(self, device: torch.device) -> bool:
-        return self.stream_group is not None and self._backends.orders_streams(device)
+        return device.type == self._on_streams
 
     def carries_notes(self, device: torch.device) -> bool:
         """Whether a few numbers can go out beside a buffer on `device`, instead of in a sum of their own."""
@@ -377,7 +394,7 @@ class Channel:
 
     def release(self) -> list[dist.ProcessGroup]:
         """Give up the channel's process groups, and return them."""
-        groups, self.group, self.stream_group = self.groups, None, None
+        groups, self.group, self.stream_group, self._on_streams = self.groups, None, None, None
         return groups
 
     def group_for(self, device: torch.device) -> dist.ProcessGroup:
@@ -394,20 +411,20 @@ class Channel:
         summed: bool = False,
         on_host: bool = False,
         note: Sequence[float] = (),
+        eager: bool = False,
     ) -> Work:
         """Start `operation` on a contiguous `buffer`, which belongs to the channel from now on.
 
         For a host-blocking backend a tensor on a device is copied to the host. `label`: the collective's name in errors
         and in the ledger. `summed`: the work of a reduction records the sum of all elements, where that costs almost
         nothing. `on_host`: `buffer` is on the host, so the host waits for the result, whatever the backends. `note`: a
-        few numbers to sum beside the buffer, where the channel :meth:`carries_notes`.
+        few numbers to sum beside the buffer, where the channel :meth:`carries_notes`. `eager`: the caller knows that
+        nothing records the call (:meth:`refuse_recording`).
         """
-        self.check_in_step(label)
-        if recording():
-            raise UnsupportedError(
-                f"rank {self.rank}: {label} on axis {self.axis_name!r}: no graph (torch.export, make_fx, linearize) "
-                "can hold it, and fake tensors can't be sent. Call it outside of what is recorded."
-            )
+        if self.failed is not None or (self.transport is not None and self.transport.error is not None):
+            self.check_in_step(label)
+        if not eager:
+            self.refuse_recording(label)
         entry, dtype = OPERATIONS[operation], buffer.dtype
         if not entry.moves and dtype not in SUMMED:
             raise UnsupportedError(
@@ -420,22 +437,29 @@ class Channel:
         if self.history is not None:
             self.history.append((operation, buffer.shape, buffer.dtype, arguments))
             self.device = buffer.device
-        ordered = None if on_host or not self.orders_streams(buffer.device) else self.stream_group
-        restored = as_it_is
+        ordered, restored = None if on_host or buffer.device.type != self._on_streams else self.stream_group, as_it_is
         if not ordered and buffer.device.type != "cpu":
             restored, buffer = partial(to_device, device=buffer.device), buffer.cpu()
         if entry.moves and dtype is not torch.uint8:
             moved, buffer = restored, as_bytes(buffer)
             restored = lambda completed: moved(from_bytes(completed, dtype))  # noqa: E731
-        event = ledger.note(self.name, operation, label, partial(bytes_sent, operation, buffer, self.size), self.size)
+        event = None
+        if ledger.recordings:
+            nbytes = partial(bytes_sent, operation, buffer, self.size)
+            event = ledger.note(self.name, operation, label, nbytes, self.size)
+        at = self, self.begun, time.perf_counter()
         if self.transport is not None and not ordered:
             begun = self.transport.begin(operation, buffer, arguments, self.digest, summed, note)
-            return Work(self, *begun, label, event, restored)
-        if ordered:
+            return Work(*at, *begun, label, event, restored)
+        if ordered and event is not None:
             ledger.note_on_device(event, buffer.device)
+        given = ordered.group if ordered else self.group, buffer, arguments
         try:
-            with private.below_modes():
-                work, value, finish = entry.start(ordered.group if ordered else self.group, buffer, arguments)
+            if private.count_of_modes() or private.count_of_function_modes():
+                with private.below_modes():
+                    work, value, finish = entry.start(*given)
+            else:
+                work, value, finish = entry.start(*given)
         except RuntimeError as error:
             if is_out_of_memory(error):  # only this rank failed: its peers would pair its next collective with this one
                 self.failed = RankMismatchError(
@@ -450,7 +474,7 @@ class Channel:
             with suppress(RuntimeError):  # some works of gloo have no future; then the wait raises
                 work.get_future().add_done_callback(lambda _: setattr(event, "completed_s", time.perf_counter()))
         both = finish if restored is as_it_is else lambda completed: restored(finish(completed))
-        started = Work(self, work, value, label, event, both, ordered)
+        started = Work(*at, work, value, label, event, both, ordered)
         if self.history is not None:
             self.works.add(started)
         return started

@@ -91,18 +91,19 @@ class Recording:
         self.device_waits, self._clock = [], None
 
 
-_recordings: list[Recording] = []
+#: Those that are on. Empty on the way of a step, which asks before it notes anything.
+recordings: list[Recording] = []
 
 
 @contextmanager
 def recorded(recording: Recording) -> Iterator[None]:
     """A context that records into `recording`, and still into the recordings that were on before."""
-    _recordings.append(recording)
+    recordings.append(recording)
     try:
         yield
     finally:
         # Compare by identity: two empty recordings are equal.
-        _recordings[:] = [other for other in _recordings if other is not recording]
+        recordings[:] = [other for other in recordings if other is not recording]
         recording.take_device_times()
 
 
@@ -117,46 +118,41 @@ def note(channel: str, operation: str, label: str, nbytes: Callable[[], int], ra
     """Record an issued collective and return its entry; None outside of a recording. `nbytes`: returns
     :attr:`Event.nbytes`; called only while recording.
     """
-    if not _recordings:
+    if not recordings:
         return None
     event = Event(channel, operation, label, nbytes(), time.perf_counter(), ranks=ranks)
-    for recording in _recordings:
+    for recording in recordings:
         recording.events.append(event)
     return event
 
 
 def note_packed(kind: str, hook: Any, bucket: Any) -> None:
     """Record a bucket whose reduction begins; `kind`: the word for it."""
-    for recording in _recordings:
+    for recording in recordings:
         recording.packed.append(Packed(f"{kind} {bucket.index}", repr(hook), bucket.nbytes))
 
 
-def note_on_device(event: Event | None, device: torch.device) -> None:
+def note_on_device(event: Event, device: torch.device) -> None:
     """Record that the accelerator's current stream begins or ends `event` here."""
-    if event is None:
-        return
-    for recording in _recordings:
+    for recording in recordings:
         recording.note_device(device)
     event.marks.append(mark(device))
 
 
 @contextmanager
 def device_wait(device: torch.device) -> Iterator[None]:
-    """A context in which an accelerator's current stream is made to wait for a collective."""
-    if not _recordings:
-        yield
-        return
+    """A context in which an accelerator's current stream is made to wait for a collective, while recording."""
     began = mark(device)
     yield
     ended = mark(device)
-    for recording in _recordings:
+    for recording in recordings:
         recording.note_device(device)
         recording.device_waits.append((began, ended))
 
 
 def span(name: str) -> AbstractContextManager[None]:
     """Record the time within a ``with`` block as computing; outside of a recording do nothing."""
-    return _noting(name) if _recordings else _NOTHING
+    return _noting(name) if recordings else _NOTHING
 
 
 _NOTHING = nullcontext()
@@ -165,7 +161,7 @@ _NOTHING = nullcontext()
 @contextmanager
 def _noting(name: str) -> Iterator[None]:
     noted = Span(name, time.perf_counter())
-    for recording in _recordings:
+    for recording in recordings:
         recording.spans.append(noted)
     try:
         yield

@@ -84,7 +84,7 @@ def summable(buffer: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor
 
 def _all_reduce(op: Any) -> Callable[[dist.ProcessGroup, torch.Tensor, Arguments], Started]:
     def start(group: dist.ProcessGroup, buffer: torch.Tensor, _: Arguments) -> Started:
-        given, restored = summable(buffer)
+        given, restored = (buffer, as_it_is) if buffer.is_floating_point() else summable(buffer)
         return dist.all_reduce(given, op, group=group, async_op=True), given, restored
 
     return start

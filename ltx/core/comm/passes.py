@@ -207,16 +207,12 @@ class Passes:
 
     def leave(self, why: BaseException | str, sent: int, what: str = "") -> None:
         """Leave a step or pass, before which this rank had `sent` so many collectives, because of an exception."""
-        text, what = why if isinstance(why, str) else said_of(why), what or self._what
         if isinstance(why, OF_PEERS) or sent != self.sent() or any(channel.failed for channel in self._comm.channels):
-            self.end_world(text, isinstance(why, PeerLostError), what)
+            self.end_world(why, what)
         elif self.failed is None:
-            self.raised, self._raised_at = Raised(self.call, text, what), self._calls()
+            text = why if isinstance(why, str) else said_of(why)
+            self.raised, self._raised_at = Raised(self.call, text, what or self._what), self._calls()
             self._comm.peers.tell(wait=True)  # a peer that finds this rank elsewhere reads why
-
-    def abort(self, error: BaseException, what: str = "") -> None:
-        """End the world because of an `error` in a pass, or in `what`, for whose rest peers wait."""
-        self.end_world(said_of(error), isinstance(error, PeerLostError), what or self._what)
 
     @contextmanager
     def aborted_by(self, *kinds: type[BaseException]) -> Iterator[None]:
@@ -224,13 +220,14 @@ class Passes:
         try:
             yield
         except kinds as error:
-            self.abort(error)
+            self.end_world(error)
             raise
 
-    def end_world(self, why: str, lost: bool, what: str = "") -> None:
-        """This rank issues nothing more on any axis of its world. `lost`: the reason is a lost peer."""
+    def end_world(self, why: BaseException | str, what: str = "") -> None:
+        """This rank issues nothing more on any axis of its world, because of an exception in a pass, or in `what`."""
+        text = why if isinstance(why, str) else said_of(why)
         for axis in list(self._comm.peers.own.axes):
-            axis.passes.fail(Failed(why, lost, what))
+            axis.passes.fail(Failed(text, isinstance(why, PeerLostError), what or self._what))
         self._comm.peers.tell()
 
     def fail(self, failed: Failed) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from ltx.core.comm.operations import OPERATIONS
 from ltx.core.comm.peers import under_way
 from ltx.core.comm.pickling import opened, sealed
 from ltx.core.comm.signature import Agreement, Signature
-from ltx.core.ranks.backings import Describe, Dumped, Key, OfTensor, OfTensors, Rule, Static, Tensors, fresh
+from ltx.core.ranks.backings import Begun, Describe, Dumped, Key, OfTensor, OfTensors, Rule, Static, Tensors, fresh
 
 
 class ProcessRanks(AxisComm):
@@ -33,17 +33,22 @@ class ProcessRanks(AxisComm):
     def ended(self) -> str:
         return "by its close(), the end of its `with`, or of its world" if self.closed else ""
 
-    def collective(self, rule: Rule, static: Static, xs: Tensors) -> tuple[torch.Tensor, ...]:
+    def collective(self, rule: Rule, static: Static, xs: Tensors, compiled: bool) -> tuple[torch.Tensor, ...]:
+        if compiled:
+            pairs = zip([self._record(rule, static, x) for x in xs], xs, strict=True)
+            return tuple(fresh(rule.after(wait(), x, self.rank, self.size, static), x) for wait, x in pairs)
         xs = [x if private.has_memory(x) else private.in_memory(x) for x in xs]
         with private.below_modes():
             works = [self._issue(rule, static, x) for x in xs]
             return tuple(self._finished(rule, static, x, work.wait()) for x, work in zip(xs, works, strict=True))
 
-    def begin(self, rule: Rule, static: Static, x: torch.Tensor, label: str) -> tuple[Work, OfTensor]:
-        given = x if private.has_memory(x) else private.in_memory(x)
+    def begin(self, rule: Rule, statics: Sequence[Static], xs: Tensors, label: str) -> Begun:
+        calls = [
+            (rule, s, x if private.has_memory(x) else private.in_memory(x)) for s, x in zip(statics, xs, strict=True)
+        ]
         with private.below_modes():
-            work = self._issue(rule, static, given, label)
-        return work, lambda result: self._finished(rule, static, given, result)
+            works = [self._issue(*call, label) for call in calls]
+        return works, lambda ys: [self._finished(*call, y) for call, y in zip(calls, ys, strict=True)], self.futures
 
     def _issue(self, rule: Rule, static: Static, x: torch.Tensor, label: str = "") -> Work:
         """Start a rule's operation. With a `label`, which the ledger and errors show, x may change during the call."""
@@ -67,12 +72,6 @@ class ProcessRanks(AxisComm):
         y = fresh(rule.after(result, x, self.rank, self.size, static), x)
         return y if x.is_contiguous() or not rule.keeps_strides else torch.empty_like(x).copy_(y)
 
-    def recorded(self, rule: Rule, static: Static, xs: Tensors) -> tuple[torch.Tensor, ...]:
-        n = self.size
-        waits = [self._record(rule, static, x) for x in xs]
-        pairs = zip(waits, xs, strict=True)
-        return tuple(fresh(rule.after(wait(), x, self.rank, n, static), x) for wait, x in pairs)
-
     def _record(self, rule: Rule, static: Static, x: torch.Tensor) -> Callable[[], torch.Tensor]:
         n, name = self.size, self.user.group_for(x.device).group_name
         buffer = rule.before(x, n, static)
@@ -86,14 +85,11 @@ class ProcessRanks(AxisComm):
         started, wait = operation.begin_in_graph(buffer, n, name, rule.arguments(static))
         return partial(wait, started)
 
-    def confirm(self, key: Key, describe: Describe) -> Agreement:
-        return self.negotiate(self.user, key(), describe)
-
-    def meet(self, key: Hashable, describe: Describe, each_time: bool) -> None:
-        self.negotiate_issue(self.user, (key, self.user.issued if each_time else None), describe)
-
-    def agree_on_plan(self, key: Hashable, describe: Describe, offer: Callable[[], Any], background: bool) -> Agreement:
-        return self.negotiate(self.background if background else self.bucket_channel(0), key, describe, offer)
+    def confirm(
+        self, key: Key, describe: Describe, offer: Callable[[], Any] = lambda: None, channel: str = "user"
+    ) -> Agreement:
+        on = self.user if channel == "user" else self.background if channel == "background" else self.bucket_channel(0)
+        return self.negotiate(on, key(), describe, offer)
 
     def announce(self, agreement: Agreement) -> None:
         self.user.advance(agreement)
@@ -120,9 +116,9 @@ class ProcessRanks(AxisComm):
         # bool(x) and x.item() would stand still for as long as the device waits for a peer.
         return self.user.wait_for_host(HostCopy(x), label)
 
-    def by_rank(self, signature: Signature, f: OfTensors, tensors: Tensors) -> list[Any]:
+    def by_rank(self, signature: Signature, f: OfTensors = lambda xs, apart: None, tensors: Tensors = ()) -> list[Any]:
         """Each rank sends one digest through the store; only if digests differ do values follow."""
-        mine = f(tensors)
+        mine = f(tensors, [True] * len(tensors))
         digests = self.exchange(signature, hashlib.blake2b(json.dumps(mine).encode(), digest_size=16).hexdigest())
         return [mine] * len(digests) if len(set(digests)) == 1 else self.exchange(signature, mine)
 

@@ -184,7 +184,7 @@ def has_lost_pass(axis: Axis) -> bool:
 def end_world(axis: Axis, error: BaseException, what: str) -> None:
     """End the world of `axis` because of an `error` in `what`, for whose rest peers wait."""
     if axis.comm is not None:
-        axis.comm.passes.abort(error, what)
+        axis.comm.passes.end_world(error, what)
 
 
 def all_peers() -> list[Any]:

@@ -245,6 +245,7 @@ def begin_pass(
     read_last_summary(among)
     among.passes.begin()
     channel = among.bucket_channel(0)
+    channel.refuse_recording(name)
     axis_comm.under_way = among.under_way = name
     if agreement is not None:
         channel.advance(agreement)
@@ -264,7 +265,7 @@ def begin_pass(
     for index, x in () if reads else enumerate((total, weight)):
         if isinstance(x, torch.Tensor):
             sent[index] = x.detach()
-    work, stream = channel.issue("psum", sent, "summary"), axis_comm.stream_of(device)
+    work, stream = channel.issue("psum", sent, "summary", eager=True), axis_comm.stream_of(device)
     return IssuedSummary(work, channel, stream, weighted, compare)
 
 

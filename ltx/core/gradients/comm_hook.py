@@ -1,43 +1,48 @@
 """The contract of a communication hook: what is done to a bucket of gradients on its way over the network.
 
-:mod:`ltx.hooks` has one compressor a file. The contract is here, below them, because plans and schedules use it. So is
-what its members say about a bucket's flat buffer: packing gradients into it, unpacking, and chunks of it.
-
-On the CPU several passes over a chunk that stays in the cache cost little more than one pass over memory, so hooks work
-on eager tensors there in :func:`chunks`. On other devices, where a call costs more than a small tensor, under
-transforms and in compiled graphs hooks work on a whole buffer at once, and read no values.
+:mod:`ltx.hooks` has one compressor a file. The contract is here, below them, because plans and schedules use it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 
 from ltx.core import comm
-from ltx.core.base import private, traced
 from ltx.core.base.arguments import Offering, check_fields, follows
 from ltx.core.base.errors import StrategyError
 from ltx.core.base.needs import require
 from ltx.core.base.readable import Readable
 from ltx.core.gradients.reduction import (
-    Bucket,
     BucketInput,
     CollectiveRequest,
     LeafState,
+    Packing,
     Program,
     Reduced,
     Reduction,
-    Terms,
     answer_at_once,
     drive,
 )
 from ltx.core.ranks.axis import Axis
+
+#: What hooks were asked before, and what says it now.
+GONE = {
+    **dict.fromkeys(("scale", "wire_dtype", "extra_terms"), "packing(dtype, axis_size)"),
+    **dict.fromkeys(("averages", "derivative_scale"), "packing(dtype, axis_size), whose counts_as may be None"),
+    "by_path": "each(paths), which returns None if all have the same hook",
+    "cast": "a row of ltx.hooks.combined.in_half",
+    "phases_on": "phases, which may be a method, phases(axis_size)",
+    "stateful": "state_names, reads_step and constant_after",
+    "with_error_feedback": "deriving from ltx.hooks.LossyHook",
+    "within": "axes(axis), of which there is one then",
+}
 
 
 @dataclass(frozen=True)
@@ -47,8 +52,6 @@ class HookOffers:
     Attributes:
         exact: the result is the mean up to rounding in the gradients' dtype. If it isn't, second derivatives use the
             exact mean.
-        averages: the result approximates the sum of the ranks' shares. If it doesn't, the hook has no derivative, and
-            can't compute another hook's sums.
         alike: all ranks get the same result, so that parameters stay the same on all ranks.
         elementwise: each element's result depends on that element alone, so that gradients of several samples can be
             reduced side by side (``vmap`` of ``grad`` between processes).
@@ -64,19 +67,14 @@ class HookOffers:
         constant_after: the number of steps after which ``at`` always returns the same hook; None if it keeps changing.
             A hook that defines ``at`` has to set it. Compiled graphs can hold the hook from that step on; in them
             ``reduce`` gets the step as a tensor, which is enough to draw random numbers.
-        stateful: a step needs communication state: the hook's tensors, or the count of steps.
         bucket_factor: a bucket, the first excepted, holds this many times the bytes that the strategy says. It is more
             than 1 for hooks that send far less than the gradients: fewer and longer buffers cost them less.
-        phases: the largest number of requests that ``reduce`` yields for a bucket. Each phase has a channel of its own,
-            which ranks open together when a plan is new, since gradients come in different orders in the backward pass.
-        phases_on: ``phases_on(axis_size)``, the number of phases on so many ranks.
-        by_path: parameters have different hooks, which `each` returns. All parameters of a bucket have the same hook.
-        within: ``within(axis)``, the part of `axis`, one of ``axes(axis)``, whose ranks reduce among themselves; None
-            if all ranks reduce together. The step summary, with losses and weights, is reduced among the same ranks.
+        phases: the largest number of requests that ``reduce`` yields for a bucket, or a function of the number of ranks
+            that gives it. Each phase has a channel of its own, which ranks open together when a plan is new, since
+            gradients come in different orders in the backward pass.
     """
 
     exact: bool = True
-    averages: bool = True
     alike: bool = True
     elementwise: bool = False
     needs_whole: bool = False
@@ -85,16 +83,12 @@ class HookOffers:
     state_names: tuple[str, ...] = ()
     reads_step: bool = False
     constant_after: int | None = follows(lambda hook: 0 if type(hook).at is CommHook.at else None)
-    stateful: bool = follows(lambda hook: bool(hook.state_names) or hook.reads_step or hook.constant_after != 0)
     bucket_factor: int = 1
-    phases: int = 1
-    phases_on: Callable[[int], int] = follows(lambda hook: lambda axis_size: hook.phases)
-    by_path: bool = False
-    within: Callable[[Axis], Axis | None] = follows(lambda hook: lambda axis: None)
+    phases: int | Callable[[int], int] = 1
 
 
 @dataclass(frozen=True)
-class CommHook(Offering[HookOffers], Readable, kind=HookOffers):
+class CommHook(Offering[HookOffers], Readable, kind=HookOffers, gone=GONE):
     """A pure reduction of buckets, with explicit state.
 
     A hook is a value: it compares, hashes, pickles and prints. :meth:`reduce` is a generator written with
@@ -125,42 +119,25 @@ class CommHook(Offering[HookOffers], Readable, kind=HookOffers):
         """
         return self
 
-    def each(self, paths: Sequence[str], *, part: bool = False) -> Sequence[CommHook]:
-        """The hook of each parameter at `paths`, if they differ; `part`: the model has other parameters too."""
-        return [self] * len(paths)
+    def each(self, paths: Sequence[str], *, part: bool = False) -> Sequence[CommHook] | None:
+        """The hook of each parameter at `paths`, if they differ; None if this one is for all.
 
-    def with_error_feedback(self) -> CommHook | None:
-        """The hook with error feedback (:func:`ltx.hooks.error_feedback`); None if the hook makes no error."""
+        `part`: the model has other parameters too. All parameters of a bucket have the same hook.
+        """
         return None
 
     def axes(self, axis: Axis) -> tuple[Axis, ...]:
-        """The parts of `axis` (:func:`ltx.core.ranks.axis.inner`, :func:`ltx.core.ranks.axis.outer`) on which
-        :meth:`reduce` requests collectives.
+        """The axes on which :meth:`reduce` requests collectives: `axis` itself, or parts of it
+        (:func:`ltx.core.ranks.axis.inner`, :func:`ltx.core.ranks.axis.outer`).
 
-        Ranks open them together when a plan is new.
+        Ranks open them together when a plan is new. If there is one, a part, its ranks reduce among themselves: the
+        step summary, with losses and weights, is reduced among them too.
         """
-        return ()
+        return (axis,)
 
-    def cast(self, dtype: torch.dtype) -> CommHook | None:
-        """The same hook with sums that are sent in `dtype` (:func:`ltx.hooks.cast`); None if a chain has to cast."""
-        return None
-
-    def scale(self, axis_size: int) -> float:
-        """Gradients are multiplied by this number when they are packed; the step gets their sum over ranks."""
-        return 1.0 / axis_size
-
-    def derivative_scale(self, axis_size: int) -> float:
-        """Derivatives take the result for the sum over ranks times this factor."""
-        require("derivative, hook", self)
-        return 1.0 / axis_size
-
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients of `dtype` are packed and given to :meth:`reduce`."""
-        return dtype
-
-    def extra_terms(self, state: LeafState, axis_size: int) -> Terms:
-        """Tensors of a parameter's state that are added to its gradient as it is packed, with their factors."""
-        return ()
+    def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
+        """How gradients of `dtype` are packed and given to :meth:`reduce`, and what its result is of them."""
+        return Packing(dtype, 1.0 / axis_size, 1.0 / axis_size)
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         """Yield collective requests; return (the sum of all ranks' inputs, the next states)."""
@@ -169,9 +146,8 @@ class CommHook(Offering[HookOffers], Readable, kind=HookOffers):
 
 C = TypeVar("C")
 
-#: Members that an outer hook doesn't copy from the hook inside: they are about the outer hook, or follow from its other
-#: members.
-_ITS_OWN = ("at", "cast", "with_error_feedback", "reduce", "stateful", "offers")
+#: Members that an outer hook doesn't copy from the hook inside: they are about the outer hook.
+_ITS_OWN = ("at", "reduce", "offers")
 
 
 def around(field: str, base: type = CommHook, but: Collection[str] = _ITS_OWN) -> Callable[[type[C]], type[C]]:
@@ -184,8 +160,6 @@ def around(field: str, base: type = CommHook, but: Collection[str] = _ITS_OWN) -
 
     def mark(cls: type[C]) -> type[C]:
         defined = {name for c in cls.__mro__[: cls.__mro__.index(base)] for name in vars(c)}.union(but, own_fields)
-        if "phases" in defined:
-            defined.add("phases_on")  # which gives them
         for name, inherited in vars(base).items():
             if not name.startswith("_") and name not in defined:
                 setattr(cls, name, _of_field(field, name, inherited))
@@ -198,9 +172,12 @@ def around(field: str, base: type = CommHook, but: Collection[str] = _ITS_OWN) -
 
 def _of_field(field: str, name: str, inherited: Any) -> Any:
     if inherited is CommHook.each:
-        return lambda self, *args, **kwargs: [
-            replace(self, **{field: hook}) for hook in getattr(self, field).each(*args, **kwargs)
-        ]
+
+        def each(self: Any, *args: Any, **kwargs: Any) -> list[Any] | None:
+            found = getattr(self, field).each(*args, **kwargs)
+            return None if found is None else [replace(self, **{field: hook}) for hook in found]
+
+        return each
     if not callable(inherited):  # a property or a class variable
         return property(lambda self: getattr(getattr(self, field), name))
 
@@ -241,11 +218,34 @@ class ExactSum(AllReduce):
 
     factor: float
 
-    def scale(self, axis_size: int) -> float:
-        return self.factor
+    def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
+        return Packing(dtype, self.factor, self.factor)
 
-    def derivative_scale(self, axis_size: int) -> float:
-        return self.factor
+
+# --- what follows from a hook's members -------------------------------------------------------------------------------
+
+
+def stateful_hook(hook: CommHook) -> bool:
+    """Whether a step needs communication state: the hook's tensors, or the count of steps."""
+    return bool(hook.state_names) or hook.reads_step or hook.constant_after != 0
+
+
+def phases_on(hook: CommHook, axis_size: int) -> int:
+    """The number of the hook's phases on so many ranks."""
+    phases: int | Callable[[int], int] = hook.phases
+    return phases(axis_size) if callable(phases) else phases
+
+
+def shared_part(hook: CommHook, axis: Axis) -> Axis | None:
+    """The part of `axis` whose ranks reduce among themselves; None if all ranks reduce together."""
+    axes = hook.axes(axis)
+    return axes[0] if len(axes) == 1 and axes[0] is not axis else None
+
+
+def counts_as(hook: CommHook, axis_size: int) -> float:
+    """Derivatives take the hook's result for the sum over ranks times this number. Raises if they can't."""
+    require("derivative, hook", hook, "", axis_size)
+    return cast(float, hook.packing(torch.float32, axis_size).counts_as)
 
 
 def states_of(hook: CommHook, entries: LeafState) -> LeafState:
@@ -254,7 +254,7 @@ def states_of(hook: CommHook, entries: LeafState) -> LeafState:
 
 
 def program_of(hook: CommHook, inputs: BucketInput) -> Program:
-    return Program(hook.reduce(inputs), [inputs.flat, *chain.from_iterable(map(dict.values, inputs.states))])
+    return Program(hook.reduce(inputs), [inputs.flat, *chain.from_iterable(map(dict.values, inputs.states))], hook)
 
 
 def reduce_at_once(hook: CommHook, axis: Axis, inputs: BucketInput, kind: str = "bucket") -> Reduced:
@@ -276,170 +276,3 @@ def reduce_at_once(hook: CommHook, axis: Axis, inputs: BucketInput, kind: str = 
     if simulated:
         comm.note_packed(kind, hook, inputs.bucket)
     return drive(hook.reduce(inputs), answer)
-
-
-def unchanging(hook: CommHook, step: int) -> CommHook:
-    """The hook that a graph compiled at `step` can hold in place of `hook`."""
-    require("graph, hook or strategy", hook, f"a graph that is compiled at step {step}", step)
-    return hook.at(step)
-
-
-# --- a bucket's flat buffer -------------------------------------------------------------------------------------------
-
-#: The types of devices on which eager tensors are processed piece by piece. Tests empty it, so that the CPU takes the
-#: accelerators' path.
-IN_PIECES = frozenset({"cpu"})
-
-
-def pack(
-    grads: Sequence[torch.Tensor],
-    bucket: Bucket,
-    hook: CommHook,
-    axis_size: int,
-    states: Sequence[LeafState],
-    batch: Sequence[int] = (),
-    empty: Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """A flat buffer of shape ``(*batch, numel)``: the gradients times the hook's scale, plus its extra terms.
-
-    It reads large gradients only once. `empty` provides the buffer; without it the buffer is new.
-    """
-    wire_dtype, scale = hook.wire_dtype(bucket.dtype), hook.scale(axis_size)
-    shape = (*batch, bucket.numel)
-    if empty is None:
-        flat = torch.empty(shape, dtype=wire_dtype, device=bucket.device)
-    else:
-        flat = empty(shape, wire_dtype, bucket.device)
-    if bucket.device.type not in IN_PIECES:
-        _pack_by_foreach(grads, flat, bucket, scale, [hook.extra_terms(state, axis_size) for state in states])
-        return flat
-    start = 0
-    for first, end in bucket.runs:
-        stop = start + sum(bucket.sizes[first:end])
-        part = flat[..., start:stop]
-        start = stop
-        if end - first > 1 and not batch and wire_dtype == bucket.dtype and not any(states[first:end]):
-            alike = [g.reshape(-1) for g in grads[first:end]] if bucket.folded else list(grads[first:end])
-            torch.cat(alike, out=part).mul_(scale)
-        else:
-            sizes = bucket.sizes[first:end]
-            for grad, own, state in zip(grads[first:end], part.split(sizes, -1), states[first:end], strict=True):
-                _pack_one(grad, own.view(grad.shape), scale, hook.extra_terms(state, axis_size))
-    return flat
-
-
-def _pack_by_foreach(
-    grads: Sequence[torch.Tensor], flat: torch.Tensor, bucket: Bucket, scale: float, extra_terms: Sequence[Terms]
-) -> None:
-    """:func:`pack` by few kernels, plus one for each gradient that isn't contiguous."""
-    if flat.ndim == 1:
-        views = list(private.parts_like(flat, grads))
-    else:
-        views = [part.view(grad.shape) for part, grad in zip(flat.split(bucket.sizes, -1), grads, strict=True)]
-    wider = flat.dtype.itemsize - bucket.dtype.itemsize
-    # A single gradient with other strides (channels last) would make torch copy all of them one by one.
-    alike = [place for place, grad in enumerate(grads) if grad.is_contiguous()]
-    if alike:
-        to, given = [views[place] for place in alike], [grads[place] for place in alike]
-        # If the dtype becomes narrower, scale before rounding, or numbers might overflow.
-        torch._foreach_copy_(to, given if wider >= 0 or scale == 1 else torch._foreach_mul(given, scale))
-        if wider >= 0 and scale != 1:
-            torch._foreach_mul_(to if len(alike) < len(views) else [flat], scale)
-    for place in set(range(len(views))).difference(alike):
-        if wider > 0:
-            views[place].copy_(grads[place]).mul_(scale)
-        else:
-            torch.mul(grads[place], scale, out=views[place])
-    added: dict[tuple[int, float], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for view, terms in zip(views, extra_terms, strict=True):
-        for place, (term, times) in enumerate(terms):  # all leaves' first terms, then all second terms, ...
-            to, what = added.setdefault((place, times), ([], []))
-            to.append(view)
-            what.append(term)
-    for (_, times), (to, what) in added.items():
-        torch._foreach_add_(to, what, alpha=times)
-
-
-def _pack_one(grad: torch.Tensor, view: torch.Tensor, scale: float, extra_terms: Terms) -> None:
-    # A linear layer's weight gradient comes transposed: copy_ has a blocked kernel for that, torch.mul hasn't. If the
-    # dtype becomes wider, scale in the wider one.
-    copied = view.dtype.itemsize > grad.dtype.itemsize or (view.dtype == grad.dtype and not grad.is_contiguous())
-    given = view.copy_(grad) if copied else grad
-    if extra_terms:
-        view.copy_(_packed(given, scale, extra_terms))
-    else:
-        torch.mul(given, scale, out=view)
-
-
-def pack_pure(
-    grads: Sequence[torch.Tensor], bucket: Bucket, hook: CommHook, axis_size: int, states: Sequence[LeafState]
-) -> torch.Tensor:
-    """:func:`pack` without in-place operations, for vmap and compiled graphs."""
-    wire_dtype, scale = hook.wire_dtype(bucket.dtype), hook.scale(axis_size)
-    parts = []
-    for grad, state in zip(grads, states, strict=True):
-        wide = grad.to(wire_dtype) if wire_dtype.itemsize > grad.dtype.itemsize else grad
-        parts.append(_packed(wide, scale, hook.extra_terms(state, axis_size)).to(wire_dtype).reshape(-1))
-    return torch.cat(parts)
-
-
-def _packed(grad: torch.Tensor, scale: float, extra_terms: Terms) -> torch.Tensor:
-    if not extra_terms:
-        return grad * scale
-    (first, times), *others = extra_terms
-    if scale == 1 and times != 1:
-        part = plus(grad, first, times)
-    else:
-        part = plus(first if times == 1 else first * times, grad, scale)
-    for term, times in others:
-        part = plus(part, term, times)
-    return part
-
-
-def plus(x: torch.Tensor, y: torch.Tensor, times: float) -> torch.Tensor:
-    """x + times y, in one pass, by the same kernel as ``torch.add(x, y, alpha=times)``.
-
-    Inductor (torch 2.13) makes an addmm of ``torch.add(x, a @ b, alpha=times)``, and drops `times`.
-    """
-    return torch.sub(x, y, alpha=-times)
-
-
-def unpack(flat: torch.Tensor, bucket: Bucket, cast: bool = True) -> list[torch.Tensor]:
-    """The parts of a flat buffer of shape ``(*batch, numel)`` in their parameters' shapes; views without a batch.
-
-    `cast`: convert to the parameters' dtype; else keep the buffer's.
-    """
-    if flat.ndim == 0 or flat.shape[-1] != bucket.numel:
-        raise StrategyError(
-            f"a hook's reduce returned a buffer of shape {list(flat.shape)} for bucket {bucket.index}: expected "
-            f"{bucket.numel} elements, as inputs.flat has. Cut off what was padded."
-        )
-    batch, parts = flat.shape[:-1], list((flat.to(bucket.dtype) if cast else flat).split(bucket.sizes, dim=-1))
-    for place in range(len(parts)) if batch else bucket.folded:
-        parts[place] = parts[place].reshape((*batch, *bucket.leaves[place].shape))
-    return parts
-
-
-def is_plain(x: torch.Tensor) -> bool:
-    """Whether `x` is an eager CPU tensor under no transform, for which there is a faster path."""
-    return x.device.type in IN_PIECES and _is_eager(x)
-
-
-def prefers_few_calls(x: torch.Tensor) -> bool:
-    """Whether `x` is an eager tensor on an accelerator, where one call for many tensors is faster."""
-    return x.device.type not in IN_PIECES and x.device.type != "meta" and _is_eager(x)
-
-
-def _is_eager(x: torch.Tensor) -> bool:
-    return not (traced.recording() or private.in_transform() or type(x) is not torch.Tensor)
-
-
-#: The length of a chunk. ``benchmarks.codecs`` tried 2^15 to 2^20: shorter chunks need too many calls, longer ones
-#: and what is made of them don't fit into a cache of 2 MB.
-CHUNK = 1 << 17
-
-
-def chunks(length: int, width: int = 1) -> Iterator[slice]:
-    """Slices of `length` rows of `width` numbers, each of at most a chunk and at least one row."""
-    step = max(1, CHUNK // width)
-    return (slice(start, min(start + step, length)) for start in range(0, length, step))

@@ -13,7 +13,8 @@ import torch
 from ltx.core import comm
 from ltx.core.base.errors import LtxError, UnsupportedError
 from ltx.core.base.needs import require
-from ltx.core.gradients.comm_hook import pack, pack_pure, reduce_at_once, unpack
+from ltx.core.gradients.buffers import pack, pack_pure, unpack
+from ltx.core.gradients.comm_hook import reduce_at_once
 from ltx.core.gradients.pending import Pending
 from ltx.core.gradients.planning import Plan, any_derivative
 from ltx.core.gradients.reduction import Bucket, LeafState, Reduced

@@ -35,12 +35,12 @@ from torch.autograd import forward_ad
 
 from ltx.core.base import private
 from ltx.core.base.errors import UnsupportedError
-from ltx.core.collectives.linear import Function, apply, in_autograd_vmap, index_below
+from ltx.core.collectives.linear import Function, apply, index_below
+from ltx.core.gradients.comm_hook import counts_as
 from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.reduction import Bucket
 from ltx.core.gradients.schedule import Dims, Schedule
 from ltx.core.ranks.axis import Axis
-from ltx.core.ranks.backings import Ranks
 from ltx.core.ranks.batched import in_front
 
 # Above every node of a forward pass, below the engine's own (AccumulateGrad has the maximum of 64 bits).
@@ -84,15 +84,15 @@ def _views(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
 def _index(axis: Axis, dims: Dims = ()) -> torch.Tensor | None:
     """A dummy input, so that functorch calls a Function's vmap rule at each remaining level of a simulated axis."""
     left = _left(axis, dims)
-    return None if left is None else left.ranks.batch_index(axis.size)
+    return None if left is None else left.batch_index
 
 
 def _left(axis: Axis, dims: Dims) -> Axis | None:
     """`axis` without the levels that `dims` marks as taken off; None if no level is left."""
-    ranks: Ranks | None = axis.ranks
-    for _ in range(sum(dims)):
-        ranks = None if ranks is None else ranks.below
-    return None if ranks is None else replace(axis, ranks=ranks)
+    levels, taken = axis.ranks.levels, sum(dims)
+    if taken == len(levels.numbers):
+        return None
+    return replace(axis, ranks=axis.ranks.at(replace(levels, taken=taken)))
 
 
 class Peeled(Function):
@@ -118,7 +118,7 @@ class Peeled(Function):
             *tensors: torch.Tensor,
         ) -> tuple[Any, Any]:
             axis, level = schedule.plan.axis, (private.maybe_current_level() or 0) + 1
-            stacked, here = in_front(info.batch_size, tensors, in_dims[4:]), level in axis.ranks.levels
+            stacked, here = in_front(info.batch_size, tensors, in_dims[4:]), level in axis.ranks.levels.numbers
             dims = (here, *dims)
             if here:
                 index = None if _left(axis, dims) is None else index_below(index, in_dims[3])
@@ -134,9 +134,9 @@ def _zeros_later(like: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def _counted(schedule: Schedule, dims: Dims, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The sum over ranks times the hook's ``derivative_scale``, most often the mean; differentiable."""
+    """The sum over ranks times what the hook's result counts as, most often the mean; differentiable."""
     axis = schedule.plan.axis
-    factor = schedule.plan.hook.derivative_scale(axis.size)
+    factor = counts_as(schedule.plan.hook, axis.size)
     at, left = [i for i, here in enumerate(dims) if here], _left(axis, dims)
     if left is None:
         return [(t.sum(at, keepdim=True) * factor).expand_as(t).contiguous() for t in tensors]
@@ -147,9 +147,9 @@ def _counted(schedule: Schedule, dims: Dims, tensors: Sequence[torch.Tensor]) ->
 
 def _plain() -> bool:
     """Whether the backward pass itself is neither differentiated nor batched."""
-    if private.has_tangents():  # gradients may have tangents
+    if torch.is_grad_enabled() or private.in_transform() or private.is_dispatched(private.AUTOGRAD_VMAP):
         return False
-    return not (torch.is_grad_enabled() or private.in_transform() or in_autograd_vmap())
+    return not private.has_tangents()  # which gradients may have
 
 
 def _note_level(ctx: Any, tangents: bool = False) -> None:
@@ -308,7 +308,9 @@ class Marker(Peeled):
     @staticmethod
     def forward(schedule: Schedule, bucket: int, dims: Dims, index: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
         params = tensors[: len(schedule.plan.buckets[bucket].members)]
-        return (*_views(params), params[0].new_zeros(params[0].shape[: len(dims)]))
+        batch = params[0].shape[: len(dims)]
+        token = params[0].new_zeros(batch) if schedule.fenced else params[0].new_empty((*batch, 0))  # nothing takes it
+        return (*(_views(params) if private.in_transform() else params), token)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -325,7 +327,7 @@ class Marker(Peeled):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
-        _look_inside(ctx)
+        ctx.schedule.again |= ctx.level < ctx.schedule.innermost  # as in _look_inside
         *grads, link = cotangents
         tensors = [*grads, *(ctx.saved_tensors if ctx.schedule.fenced else ctx.states)]
         if _plain():

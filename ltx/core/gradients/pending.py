@@ -14,56 +14,36 @@ phase.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from operator import attrgetter
 
 import torch
 
 from ltx.core import comm
 from ltx.core.base.errors import StepError, StrategyError, UnsupportedError
 from ltx.core.base.private import graph_task
-from ltx.core.comm.backends import StreamFence
-from ltx.core.gradients.comm_hook import CommHook, pack, program_of, unpack
+from ltx.core.comm.backends import CommStream
+from ltx.core.gradients.buffers import pack, unpack
+from ltx.core.gradients.comm_hook import CommHook, phases_on, program_of, shared_part
 from ltx.core.gradients.planning import Plan
 from ltx.core.gradients.reduction import (
     Bucket,
     BucketInput,
+    CollectiveRequest,
     LeafState,
     Program,
     ProgramOf,
     Reduced,
     Request,
-    StartedWork,
     advance,
     collective_alone,
 )
 from ltx.core.gradients.schedule import Dims, GraphSchedule, ImmediateSchedule, Schedule
 
-
-@dataclass
-class _Launched:
-    """A bucket under way: its program, the collective that it waits for, and `hook`, which may ask for `phases`."""
-
-    hook: CommHook
-    phases: int
-    program: Program | None
-    work: comm.Work | StartedWork | None = None
-    phase: int = 0
-    completed: Reduced | None = None
-    then: Callable[[Reduced], None] | None = None
-    total: float | None = None  # the sum of all elements of the result, if the transport knows it
-    fence: StreamFence | None = None  # None once the waiting stream is behind the result
-
-    def put_behind(self) -> None:
-        """Let the current stream wait for the result, which is complete or enqueued."""
-        if self.fence is None or self.completed is None:
-            return
-        flat, states = self.completed
-        used = () if self.program is None else self.program.reads
-        self.fence([flat, *(tensor for state in states for tensor in state.values())], used)
-        self.fence, self.program = None, None
+_LAYOUT = attrgetter("layout")
 
 
 class Pending:
@@ -87,7 +67,8 @@ class Pending:
         self._channel_of, self._what = channel_of, what
         self.summed = False  # whether :meth:`total` will be called
         self.sent = 0  # the number of collectives that this rank had issued before the pass
-        self._launched: list[_Launched] = []
+        self._launched: list[Program] = []
+        self._streams: dict[torch.device, CommStream | None] = {}  # the streams that enqueue whole programs
         self._run: comm.BackwardPass | None = None  # the id of the autograd run of this pass
         self.summary: comm.IssuedSummary | None = None
 
@@ -133,77 +114,91 @@ class Pending:
     # --- its buckets -------------------------------------------------------------------------------------------------
 
     def launch(
-        self, programs: Iterable[Program], hook: CommHook, then: Callable[[Reduced], None] | None = None
+        self,
+        ready: dict[int, Program],
+        phases: int,
+        then: Callable[[Reduced], None] | None = None,
     ) -> None:
-        """Start `programs`, the programs of `hook` for the next buckets in order.
+        """Take the programs whose turn it is out of `ready`, which has them by bucket, and start them.
 
-        `then` gets each result as soon as it is complete, on the stream that makes it.
+        `phases`: how many collectives each may ask for. `then` gets each result as soon as it is complete, on the
+        stream that makes it.
 
         A hook without collectives may wait for something else, for which peers in their backward pass mustn't wait. So
         such a hook runs only when the bucket is waited for.
         """
-        phases = hook.phases_on(self._comm.size)
-        for program in programs:
-            pending = _Launched(hook, phases, program, then=then)
-            self._launched.append(pending)
+        while (program := ready.pop(place := len(self._launched), None)) is not None:
+            program.phases, program.then = phases, then
+            self._launched.append(program)
             if not phases:
                 continue
             device = program.reads[0].device
-            stream = self._comm.stream_of(device)
-            if stream is None or not self._channel_of(self._comm, 0).orders_streams(device):
-                self._advance(len(self) - 1)
+            stream = self._streams.get(device) or self._find_stream(device)
+            if stream is None:
+                self._advance(place)
                 continue
             with stream.behind_current():
-                while pending.completed is None:
-                    self._advance(len(self) - 1)
-            pending.fence, pending.program = stream.fence(), program
+                reads = program.reads
+                self._advance(place, whole=True)
+            program.fence, program.reads = stream.fence(), reads
+
+    def _find_stream(self, device: torch.device) -> CommStream | None:
+        stream = None if device in self._streams else self._comm.stream_of(device)
+        ordered = stream is not None and self._channel_of(self._comm, 0).orders_streams(device)
+        return self._streams.setdefault(device, stream if ordered else None)
 
     def reduce(self, hook: CommHook, inputs: BucketInput, then: Callable[[Reduced], None] | None = None) -> None:
         """Start the reduction of the next bucket by `hook`, and continue the buckets before it."""
-        self.launch([program_of(hook, inputs)], hook, then)
+        self.launch({len(self): program_of(hook, inputs)}, phases_on(hook, self._comm.size), then)
         self.poll()
 
-    def _advance(self, place: int) -> None:
-        """Wait for a reduction's collective, run the reduction up to its next collective, and issue this one."""
-        pending = self._launched[place]
-        result = pending.work.wait() if pending.work is not None else None
+    def _advance(self, place: int, whole: bool = False) -> None:
+        """Wait for a reduction's collective, run the reduction up to its next collective, and issue this one.
+
+        `whole`: go on to the end, as waits don't block the host.
+        """
+        program = self._launched[place]
+        result = program.work.wait() if program.work is not None else None
         # Inference tensors have no version counter.
         arrived, version = result, None if result is None or result.is_inference() else result._version
-        assert pending.program is not None
-        while isinstance(request := advance(pending.program.requests, result), Request):
-            if isinstance(request, StartedWork):
-                pending.phase += 1
-                pending.work = request
-                return
-            if pending.phase == pending.phases:
-                raise StrategyError(
-                    f"rank {self._comm.rank}: {pending.hook!r} asks for more than {pending.phase} collectives in "
-                    f"{self._what} {place}. Say how many it may ask for: phases: ClassVar[int] = ..."
-                )
-            axis_comm = self._comm
-            if request.axis is not None:
-                if request.axis.comm is None:
-                    result = collective_alone(request)
+        while isinstance(request := advance(program.requests, result), Request):
+            if isinstance(request, CollectiveRequest):
+                if program.phase == program.phases:
+                    raise StrategyError(
+                        f"rank {self._comm.rank}: {program.hook!r} asks for more than {program.phase} collectives in "
+                        f"{self._what} {place}. Say how many it may ask for: phases: ClassVar[int] = ..."
+                    )
+                axis_comm = self._comm
+                if request.axis is not None:
+                    if request.axis.comm is None:
+                        result = collective_alone(request)
+                        continue
+                    axis_comm = request.axis.comm
+                if request.operation != "psum":
+                    request.check_rows(axis_comm.size)
+                channel = self._channel_of(axis_comm, program.phase)
+                if not request.buffer.numel():  # nothing to send; every rank has the same shapes
+                    program.phase += 1
+                    result = request.buffer
                     continue
-                axis_comm = request.axis.comm
-            request.check_rows(axis_comm.size)
-            channel = self._channel_of(axis_comm, pending.phase)
-            pending.phase += 1
-            if request.buffer.numel():
-                what = f"{self._what} {place}"
-                note = () if self.summary is None else self.summary.carried_by(channel)
+                what, summary = f"{self._what} {place}", self.summary
+                note = () if summary is None or not summary.numbers else summary.carried_by(channel)
                 given = request.operation, request.buffer, what, request.arguments, self.summed
-                pending.work = channel.issue(*given, note=note)
-                if note and self.summary is not None:
-                    self.summary.work = pending.work
+                program.work = channel.issue(*given, note=note, eager=summary is not None)
+                if note and summary is not None:
+                    summary.work = program.work
+            else:
+                program.work = request
+            program.phase += 1
+            if not whole:
                 return
-            result = request.buffer  # nothing to send; every rank has the same shapes
+            result = program.work.wait()
         unchanged = version is not None and request[0] is arrived and version == arrived._version
-        if pending.work is not None and unchanged:
-            pending.total = pending.work.total  # the transport summed exactly the hook's result
-        pending.completed, pending.work, pending.program = request, None, None
-        if pending.then is not None:
-            pending.then(request)
+        if program.work is not None and unchanged:
+            program.total = program.work.total  # the transport summed exactly the hook's result
+        program.completed, program.work, program.reads = request, None, ()
+        if program.then is not None:
+            program.then(request)
 
     def poll(self) -> None:
         """Continue reductions whose collective is complete, as long as each phase stays in bucket order."""
@@ -229,12 +224,17 @@ class Pending:
         # Rounds: each unfinished reduction continues by one collective, in bucket order, which keeps every phase's
         # channel in order; results that are complete are yielded in order at once.
         given = 0
-        while given < len(self):
-            for place in range(given, len(self)):
+        while given < (count := len(self._launched)):
+            for place in range(given, count):
                 if self._launched[place].completed is None:
                     self._advance(place)
-                while given < len(self) and (reduced := self._launched[given].completed) is not None:
-                    self._launched[given].put_behind()
+                while given < count and (reduced := self._launched[given].completed) is not None:
+                    program = self._launched[given]
+                    if program.fence is not None:  # the current stream waits for what is complete or enqueued
+                        flat, states = reduced
+                        made = [tensor for state in states for tensor in state.values()] if any(states) else []
+                        program.fence([flat, *made], program.reads)
+                        program.fence, program.reads = None, ()
                     yield reduced
                     given += 1
 
@@ -268,9 +268,11 @@ class ProcessSchedule(Schedule):
         self.on_end: Callable[[ProcessSchedule], None] = lambda _: None
         #: Makes the program of a bucket whose gradients are ready; :meth:`program` if None.
         self.program_of: ProgramOf | None = None
-        part = plan.hook.within(plan.axis)
+        self._sends: dict[bool, tuple[CommHook, int]] = {}
+        part = shared_part(plan.hook, plan.axis)
         self._part = None if part is None or part.comm is None else part.comm
-        self._shared = any(self.comm.stream_of(bucket.device) for bucket in plan.buckets)
+        ordered = [self.comm.stream_of(device) is not None for device in {bucket.device for bucket in plan.buckets}]
+        self._shared, self._polls = any(ordered), not all(ordered)
         self._in_graphs, self._held = _issued_in_graphs() if self._shared else 0, False
         self._reset()
 
@@ -299,7 +301,7 @@ class ProcessSchedule(Schedule):
     def begin(self) -> None:
         if self.fenced:  # the caller, which waits for the buckets, has begun the pass and watches it
             self._reset()
-            self.pending.enter(self.has_later_phases)
+            self.pending.enter(self._sent()[1] > 1)
             self.send_summary()
         self._held = self._shared and _issued_in_graphs() != self._in_graphs
 
@@ -310,9 +312,10 @@ class ProcessSchedule(Schedule):
 
     def _reset(self) -> None:
         self.pending = Pending(self.comm, self.among)
+        self._passes_inside = False  # Functions will run backward passes inside of this one
         self._task = -1  # the id of the autograd run of a deferred pass
         #: Gradients of buckets that aren't complete yet, and the buckets to which the pass itself has come.
-        self._early: dict[int, list[torch.Tensor | None]] = {}
+        self.early: dict[int, list[torch.Tensor | None]] = {}
         self._reached: set[int] = set()
         self._batches: dict[int, torch.Size] = {}
         self._ready: dict[int, Program] = {}
@@ -325,20 +328,24 @@ class ProcessSchedule(Schedule):
         bucket = self.plan.buckets[index]
         grads, states = tensors[: len(bucket.members)], tensors[len(bucket.members) :]
         try:
-            inside = not self.fenced and (graph_task() != self._task or index in self._early or index in self._batches)
+            early = index in self.early or index in self._batches or self._passes_inside
+            inside = not self.fenced and (early or graph_task() != self._task)
             if inside or type(None) in map(type, grads):
                 if not (grads := self._joined(index, grads)):  # type: ignore[assignment]
                     return ()
                 tensors = [*grads, *states]
-            self._check_batchable(dims, states)
+            if dims:
+                self._check_batchable(dims, states)
             self._batches[index] = tensors[0].shape[: len(dims)]
+            _, phases = self._sends.get(self.again) or self._sent()
             program = self.program_of or self.program
             self._ready[index] = program(bucket, grads, self.plan.states_of(bucket, states))
-            if self.has_later_phases:
+            if phases > 1:
                 self.pending.flush_others()
             if not self._held:
-                self.pending.launch(self._due(), self.hook_of())
-            if len(self.pending) < len(self.plan.buckets):  # else nothing comes before the wait
+                self.pending.launch(self._ready, phases)
+            # On streams programs are launched as a whole, and after the last bucket nothing comes before the wait.
+            if self._polls and len(self.pending) < len(self.plan.buckets):
                 self.pending.poll()
         except BaseException as error:
             self._failed(error)
@@ -358,15 +365,20 @@ class ProcessSchedule(Schedule):
         inputs: Sequence[torch.Tensor],
         cotangents: Sequence[torch.Tensor] | None = None,
         again: bool = False,
+        own: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Run a deferred pass from `objectives`; empty if no parameter is reached. `again`: it may run once more."""
+        """Run a deferred pass from `objectives`; empty if no parameter is reached. `again`: it may run once more.
+
+        `own`: leaves that the step has made, which lead to passes inside of this one.
+        """
+        self._passes_inside = bool(own)
         self.begin()
         on_end = self.on_end
         for root in (x.grad_fn for x in objectives if x.grad_fn is not None):
             root.register_prehook(self._entered)
         if objectives:
             with comm.span("backward"):
-                torch.autograd.backward(objectives, cotangents, again, inputs=inputs)
+                torch.autograd.backward(objectives, cotangents, again, inputs=[*inputs, *own])
         self.launch()
         self.on_end = on_end if again else self.on_end
 
@@ -378,7 +390,7 @@ class ProcessSchedule(Schedule):
 
         A reversible layer runs a backward pass inside of this one (``y.backward(dy)`` in its Function), which may bring
         gradients that the loss' graph doesn't know of. So a bucket starts when this pass has come to it and each
-        parameter has a gradient, or when the pass is over.
+        parameter has a gradient, if no such layer is known to come, or when the pass is over.
         """
         if graph_task() == self._task:
             self._reached.add(index)
@@ -390,11 +402,11 @@ class ProcessSchedule(Schedule):
                 f"brought a gradient of leaf {path!r} when an earlier one had been sent: it is used in several places. "
                 "Give the Function its parameters as arguments, and return torch.autograd.grad(y, (x, *params), dy)."
             )
-        if (early := self._early.pop(index, None)) is not None:
+        if (early := self.early.pop(index, None)) is not None:
             grads = [a if b is None else b if a is None else a + b for a, b in zip(early, grads, strict=True)]
-        if index in self._reached and not any(grad is None for grad in grads):
+        if index in self._reached and not (self._passes_inside or any(grad is None for grad in grads)):
             return grads
-        self._early[index] = list(grads)
+        self.early[index] = list(grads)
         return ()
 
     def start_unreached(self, params: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -403,7 +415,7 @@ class ProcessSchedule(Schedule):
         for bucket in self.plan.buckets if self.incomplete else ():
             if bucket.index not in self._batches:
                 tensors, count = self.plan.tensors_of(bucket, params, states), len(bucket.members)
-                early = self._early.pop(bucket.index, [None] * count)
+                early = self.early.pop(bucket.index, [None] * count)
                 self._reached.add(bucket.index)
                 with torch.no_grad():
                     grads = [torch.zeros_like(x) if g is None else g for x, g in zip(tensors, early, strict=False)]
@@ -412,15 +424,11 @@ class ProcessSchedule(Schedule):
     def launch(self) -> None:
         """The backward pass is over: launch the buckets that weren't launched."""
         on_end, self.on_end, self._task = self.on_end, lambda _: None, graph_task()
+        self._passes_inside = False
         on_end(self)
         if self._ready:
-            self.pending.launch(self._due(), self.hook_of())
+            self.pending.launch(self._ready, self._sent()[1])
         self.program_of = None  # it holds the step
-
-    def _due(self) -> Iterator[Program]:
-        """The programs whose turn it is, each after the programs before it were launched."""
-        while (program := self._ready.pop(len(self.pending), None)) is not None:
-            yield program
 
     def program(
         self,
@@ -430,12 +438,18 @@ class ProcessSchedule(Schedule):
         update: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None,
     ) -> Program:
         """The program that reduces `tensors`, which are packed now; `update` as in :class:`BucketInput`."""
-        hook, plan, batch = self.hook_of(bucket), self.plan, self._batches[bucket.index]
-        room = partial(self.comm.buffer_pool.take, plan.buckets, bucket.index, hook.exact)
-        plan.refuse_sparse(bucket, tensors)
-        comm.note_packed("bucket", hook, bucket)
+        plan, batch = self.plan, self._batches[bucket.index]
+        hook = self.hook_of(bucket) if plan.hooks else self._sends[self.again][0]
+        room = None  # on devices torch's allocator keeps memory
+        if bucket.device.type == "cpu":
+            room = partial(self.comm.buffer_pool.take, plan.buckets, bucket.index, hook.exact)
+        if {*map(_LAYOUT, tensors)} != {torch.strided}:
+            plan.refuse_sparse(bucket, tensors)
+        if comm.recordings:
+            comm.note_packed("bucket", hook, bucket)
         flat = pack(tensors, bucket, hook, plan.axis.size, states, batch, room)
-        return program_of(hook, plan.bucket_input(bucket, flat.view(-1), states, update))
+        inputs = plan.bucket_input(bucket, flat.view(-1), states, update)
+        return Program(hook.reduce(inputs), [inputs.flat, *chain.from_iterable(map(dict.values, states))], hook)
 
     def wait_buckets(self) -> Iterator[tuple[Bucket, Reduced]]:
         """The buckets in order, each as soon as it is complete, with what its program returned."""
@@ -446,13 +460,15 @@ class ProcessSchedule(Schedule):
 
     def total(self, bucket: Bucket) -> float | None:
         """The sum of all gradients of a complete bucket, or NaN; None if no sum was taken."""
-        same = self.hook_of(bucket).wire_dtype(bucket.dtype) == bucket.dtype
+        same = self.hook_of(bucket).packing(bucket.dtype, self.plan.axis.size).dtype == bucket.dtype
         return self.pending.total(bucket.index) if same else None
 
-    @property
-    def has_later_phases(self) -> bool:
-        """Whether a bucket may issue more than one collective."""
-        return bool(self.hook_of().phases_on(self.plan.axis.size) > 1)
+    def _sent(self) -> tuple[CommHook, int]:
+        """The hook that this pass applies to all buckets, and the number of collectives that each may issue."""
+        if self.again not in self._sends:
+            hook = self.hook_of()
+            self._sends[self.again] = hook, phases_on(hook, self.plan.axis.size)
+        return self._sends[self.again]
 
     def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         try:

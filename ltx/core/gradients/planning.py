@@ -26,7 +26,8 @@ from ltx.core.base import private, tree
 from ltx.core.base.arguments import check_fields, check_whole, seconds
 from ltx.core.base.errors import StrategyError, UnsupportedError
 from ltx.core.base.readable import Readable
-from ltx.core.gradients.comm_hook import CommHook, pack_pure
+from ltx.core.gradients.buffers import pack_pure
+from ltx.core.gradients.comm_hook import CommHook, phases_on, stateful_hook
 from ltx.core.gradients.reduction import Bucket, BucketInput, Leaf, LeafState
 from ltx.core.ranks.axis import Axis
 from ltx.typing import Tree
@@ -165,7 +166,7 @@ class Plan:
 
     def refuse_sparse(self, bucket: Bucket, grads: Sequence[torch.Tensor]) -> None:
         """Raise unless all gradients of a bucket are dense."""
-        for place, grad in () if {*map(attrgetter("layout"), grads)} == {torch.strided} else enumerate(grads):
+        for place, grad in enumerate(grads):
             if grad.layout is not torch.strided:
                 path = self.path_of(bucket.members[place])
                 raise UnsupportedError(
@@ -192,7 +193,13 @@ class Plan:
         # Each simulated rank has a clock, and all clocks are equal.
         step = self.step if self.step is None or self.clock is None else self.step + self.clock.max().long()
         last = bucket.index == len(self.buckets) - 1
-        return BucketInput(flat, bucket, self.axis.size, self.axis.rank, states, step, last, self.axis, update)
+        rank = self.axis.rank if self._rank is None else self._rank
+        return BucketInput(flat, bucket, self.axis.size, rank, states, step, last, self.axis, update)
+
+    @cached_property
+    def _rank(self) -> int | None:
+        """This rank's place, if ranks are processes: on simulated ranks each level of transforms has its own."""
+        return None if self.axis.comm is None else int(self.axis.comm.rank)
 
 
 @lru_cache(maxsize=256)
@@ -303,7 +310,8 @@ def by_path(
 ) -> tuple[tuple[int, ...], tuple[CommHook, ...]]:
     """The tensors' groups and hooks, if either depends on paths; raises if a pattern matches no path."""
     groups = owner.grouping(paths, order) if grouped else ()
-    return groups, tuple(hook.each(paths(), part=not grouped)) if hook.by_path else ()
+    same = type(hook).each is CommHook.each  # then the paths, which take time, aren't asked for
+    return groups, () if same else tuple(hook.each(paths(), part=not grouped) or ())
 
 
 def make_plan(
@@ -343,10 +351,10 @@ def make_plan(
         return comm.Signature.of(operation, paths(), list(tensors), text)
 
     if compare:
-        agreement = axis.ranks.agree_on_plan(key, described, lambda: list(arrival()), background=background)
-        axes = hook.axes(axis)  # all ranks open the hook's axes together
-        for on in () if background else (axis, *axes):
-            on.ranks.open_phases(hook.phases_on(axis.size))
+        channel = "background" if background else "buckets"
+        agreement = axis.ranks.confirm(lambda: key, described, lambda: list(arrival()), channel)
+        for on in () if background else dict.fromkeys((axis, *hook.axes(axis))):  # all ranks open them together
+            on.ranks.open_phases(phases_on(hook, axis.size))
     order = tuple(agreement.offer) if agreement is not None else tuple(arrival())
     sizes = owner.sizes
     on_streams = any(map(axis.ranks.stream_of, set(map(itemgetter(2), leaves))))
@@ -354,4 +362,4 @@ def make_plan(
         sizes = (STREAM_BYTES, sizes[1])
     groups, each = by_path(owner, hook, paths, order, grouped)
     plan = _plan(axis, hook, sizes, leaves, order, groups, each, names, agreement)
-    return replace(plan, step=step) if hook.stateful else plan
+    return replace(plan, step=step) if stateful_hook(hook) else plan

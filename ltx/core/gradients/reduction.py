@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from types import GeneratorType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -62,11 +63,11 @@ class Bucket:
         """That of all `tensors`."""
         return cls(index, tuple(range(len(tensors))), tuple(Leaf(t.shape, t.dtype, t.device) for t in tensors))
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         return self.leaves[0].dtype
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         return self.leaves[0].device
 
@@ -105,6 +106,24 @@ LeafState = dict[str, torch.Tensor]
 
 #: The terms of a sum: tensors, each with its factor.
 Terms = Sequence[tuple[torch.Tensor, float]]
+
+
+class Packing(NamedTuple):
+    """How gradients become what :meth:`CommHook.reduce` gets, and what its result is of them.
+
+    Attributes:
+        dtype: the dtype in which they are packed.
+        scale: they are multiplied by this number when they are packed. The step gets the sum over ranks.
+        counts_as: the result is their sum over ranks times this number, or close to it: derivatives of a step, and of
+            derivatives, take it for that. None: it isn't, and has no derivative.
+        terms: ``terms(state)``, the tensors of a parameter's state that are added to its gradient as it is packed, with
+            their factors.
+    """
+
+    dtype: torch.dtype
+    scale: float
+    counts_as: float | None
+    terms: Callable[[LeafState], Terms] = lambda state: ()
 
 
 #: The collectives that a reduction may ask for, and the static arguments of their rules.
@@ -239,11 +258,27 @@ Reduced = tuple[torch.Tensor, Sequence[LeafState]]
 Reduction = Generator[Request, torch.Tensor, Reduced]
 
 
-class Program(NamedTuple):
-    """The program of a bucket."""
+@dataclass(eq=False)
+class Program:
+    """The program of a bucket, and how far it is (:class:`ltx.core.gradients.pending.Pending`).
+
+    Attributes:
+        requests: the generator. reads: the tensors that it reads; they are kept until it is complete. hook: named in
+            errors. phases: how many collectives it may ask for. then: is given the result as soon as it is complete.
+            work: the collective that it waits for. phase: how many it has asked for. completed: its result. total: the
+            sum of its elements, if the transport knows it. fence: None once the waiting stream is behind the result.
+    """
 
     requests: Reduction
-    reads: Sequence[torch.Tensor]  # the tensors that the program reads; they are kept until it is complete
+    reads: Sequence[torch.Tensor]
+    hook: Any
+    phases: int = 0
+    then: Callable[[Reduced], None] | None = None
+    work: Any = None
+    phase: int = 0
+    completed: Reduced | None = None
+    total: float | None = None
+    fence: Callable[..., None] | None = None
 
 
 #: ``(bucket, gradients, states)`` -> the program of that bucket, which has packed the gradients.
@@ -255,7 +290,7 @@ def advance(program: Generator[Request, torch.Tensor, Any], result: torch.Tensor
 
     `result`: the answer to its last request; None at the beginning.
     """
-    if result is None and not isinstance(program, Generator):
+    if type(program) is not GeneratorType and not isinstance(program, Generator):
         raise StrategyError(
             f"a hook's reduce returned a {type(program).__name__} and has no yield. Ask for what other ranks have: "
             'total = yield CollectiveRequest("psum", inputs.flat).'

@@ -21,7 +21,8 @@ import torch
 from ltx.core.base import private
 from ltx.core.base.errors import UnsupportedError
 from ltx.core.comm.operations import OPERATIONS, mark_started
-from ltx.core.gradients.comm_hook import CommHook, ExactSum, reduce_at_once, unpack
+from ltx.core.gradients.buffers import unpack
+from ltx.core.gradients.comm_hook import CommHook, ExactSum, counts_as, reduce_at_once
 from ltx.core.gradients.planning import Plan
 from ltx.core.gradients.reduction import (
     Bucket,
@@ -33,6 +34,7 @@ from ltx.core.gradients.reduction import (
     collective_alone,
 )
 from ltx.core.ranks.axis import Axis
+from ltx.core.ranks.backings import Levels
 
 Dims = tuple[bool, ...]
 
@@ -57,7 +59,7 @@ class Schedule(ABC):
     def hook_of(self, bucket: Bucket | None = None) -> CommHook:
         """The hook that this pass applies to a bucket, or to all buckets."""
         hook = self.plan.hook if bucket is None else self.plan.hook_of(bucket)
-        return ExactSum(hook.derivative_scale(self.plan.axis.size)) if self.again else hook
+        return ExactSum(counts_as(hook, self.plan.axis.size)) if self.again else hook
 
     def in_forward(self) -> AbstractContextManager[None]:
         """A context around the forward pass of a plain step."""
@@ -152,7 +154,7 @@ def _under_vmaps(
 ) -> tuple[torch.Tensor, ...]:
     """Run `body` for every entry of the leading dimensions in `dims`; dimensions of the axis become its `levels`."""
     if not dims:
-        return body(replace(axis, ranks=axis.ranks.at(levels)) if levels else axis, *tensors)
+        return body(replace(axis, ranks=axis.ranks.at(Levels(levels))) if levels else axis, *tensors)
 
     def inner(*entries: torch.Tensor) -> tuple[torch.Tensor, ...]:
         here = (*levels, private.current_level()) if dims[0] else levels

@@ -4,6 +4,7 @@ from ltx.core.base.traced import at_trace_time as at_trace_time
 from ltx.core.optim.base import LossState as LossState
 from ltx.core.optim.base import Optimizer as Optimizer
 from ltx.core.optim.base import TorchState as TorchState
+from ltx.core.optim.base import advanced as advanced
 from ltx.core.optim.base import all_of as all_of
 from ltx.core.optim.base import apply_leaves as apply_leaves
 from ltx.core.optim.base import apply_updates as apply_updates
@@ -11,6 +12,8 @@ from ltx.core.optim.base import at_nodes as at_nodes
 from ltx.core.optim.base import check_state as check_state
 from ltx.core.optim.base import donated as donated
 from ltx.core.optim.base import leaves_like as leaves_like
+from ltx.core.optim.base import sees_loss as sees_loss
+from ltx.core.optim.base import times_lr as times_lr
 from ltx.core.optim.base import unless as unless
 from ltx.core.optim.base import with_loss as with_loss
 from ltx.core.optim.combine import LeafPart as LeafPart
@@ -18,8 +21,11 @@ from ltx.core.optim.combine import LeafTransform as LeafTransform
 from ltx.core.optim.combine import chain as chain
 from ltx.core.optim.combine import from_functions as from_functions
 from ltx.core.optim.combine import identity as identity
+from ltx.core.optim.combine import members_of as members_of
+from ltx.core.optim.combine import with_members as with_members
 from ltx.core.optim.from_torch import TorchOptimizer as TorchOptimizer
 from ltx.core.optim.from_torch import from_torch as from_torch
+from ltx.core.optim.grad_transforms import ClipByGlobalNorm as ClipByGlobalNorm
 from ltx.core.optim.grad_transforms import ClipState as ClipState
 from ltx.core.optim.grad_transforms import clip_by_global_norm as clip_by_global_norm
 from ltx.core.optim.grad_transforms import clip_by_value as clip_by_value

@@ -19,7 +19,7 @@ from ltx.core.base import private
 from ltx.core.base.arguments import brief, check_fields
 from ltx.core.base.errors import AxisError
 from ltx.core.base.traced import at_trace_time
-from ltx.core.ranks.backings import ALONE, Alone, Part, Ranks, mesh_part
+from ltx.core.ranks.backings import ALONE, Alone, Levels, Part, Ranks, mesh_part
 from ltx.core.ranks.batched import VmapRanks
 
 DEFAULT_NAME = "data"
@@ -50,10 +50,14 @@ class Axis:
         return self.ranks.index(self.size)
 
     @property
+    def batch_index(self) -> torch.Tensor | None:
+        """:meth:`index` if it is batched. As an input it makes torch.func call a Function's vmap rule at each level."""
+        return self.index() if self.ranks.levels else None
+
+    @property
     def rank(self) -> int | torch.Tensor:
         """This rank's position: an int where each process has one rank, else the tensor of :meth:`index`."""
-        index = self.ranks.batch_index(self.size)
-        return self.ranks.rank if index is None else index
+        return self.index() if self.ranks.levels else self.ranks.rank
 
     @property
     def comm(self) -> Any:
@@ -106,8 +110,8 @@ def in_groups(axis: Axis, part: Part, name: str) -> Axis:
 
     Between processes all ranks of a group must call this together the first time.
     """
-    size = axis.ranks.size_of(part)
-    return Axis(name, 1) if size == 1 else Axis(name, size, axis.ranks.part(name, part))
+    size, ranks = axis.ranks.part(name, part)
+    return Axis(name, 1) if size == 1 else Axis(name, size, ranks)
 
 
 #: A check that raises if a launcher has started other ranks too. Empty once it has passed, or a world was made.
@@ -230,8 +234,10 @@ def joined(names: tuple[Any, ...]) -> Axis:
     if len(real) == 1:
         return real[0]
     if kinds == {VmapRanks}:
-        dims = tuple((axis.ranks.level, axis.size) for axis in real)
-        return Axis(title, size, VmapRanks(max(level for level, _ in dims), None, dims, real[0].ranks.device))
+        levels = [axis.ranks.levels.numbers[0] for axis in real]
+        numbers = tuple(sorted(levels))
+        dims = tuple((numbers.index(level), axis.size) for level, axis in zip(levels, real, strict=True))
+        return Axis(title, size, VmapRanks(Levels(numbers), None, dims, real[0].ranks.device))
     if len(kinds) > 1:
         raise AxisError(
             f"{said} mixes axes of different kinds ({', '.join(f'{a.name!r}' for a in real)}). psum, pmean, pmax, pmin "
@@ -250,9 +256,9 @@ def open_simulated(name: str, size: int, device: torch.device | None = None) -> 
     """Open an axis of simulated ranks at torch.func's current level; return the level. `device`: of mapped tensors."""
     level: int = private.current_level()
     opened = _opened_axes.setdefault(threading.get_ident(), [])
-    while opened and opened[-1][0].ranks.level >= level:  # a failed trace has left these axes behind
+    while opened and opened[-1][0].ranks.levels.numbers[0] >= level:  # a failed trace has left these axes behind
         opened.pop()
-    opened.append((Axis(name, size, VmapRanks(level, device=device)), private.TracingContext.try_get()))
+    opened.append((Axis(name, size, VmapRanks(Levels((level,)), device=device)), private.TracingContext.try_get()))
     return level
 
 
@@ -273,7 +279,7 @@ def _there() -> tuple[tuple[int, int], ...]:
         (opener, place)
         for opener in openers
         for place, (axis, opened_by) in enumerate(_opened_axes.get(opener, []))
-        if axis.ranks.level <= depth and opened_by in (None, trace)
+        if axis.ranks.levels.numbers[0] <= depth and opened_by in (None, trace)
     )
 
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
-
-from ltx.core.base.errors import LtxError
 
 #: Static arguments of a rule: ints only, so that they can be constants of a compiled graph.
 Static = tuple[int, ...]
@@ -26,11 +24,14 @@ Stacked = tuple[torch.Tensor, bool]
 #: Functions that make a call's key, and, only for a new call, its :class:`ltx.core.comm.Signature`.
 Key = Callable[[], Hashable]
 Describe = Callable[[], Any]
-#: A function of one rank's tensors, or of one of its tensors.
-OfTensors = Callable[[Tensors], Any]
+#: A function of one rank's tensors and, for each, whether ranks may have different ones; or of one of its tensors.
+OfTensors = Callable[[Tensors, Sequence[bool]], Any]
 OfTensor = Callable[[torch.Tensor], torch.Tensor]
 #: (an object's bytes, False), or (the text of an error, True).
 Dumped = tuple[bytes, bool]
+#: Begun collectives: (their works, a function from the works' results to the values, the axis' futures that nobody has
+#: waited for yet, oldest first).
+Begun = tuple[list[Any], Callable[[Tensors], Tensors], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -60,38 +61,42 @@ class Rule:
     keeps_strides: bool = False
 
 
+@dataclass(frozen=True)
+class Levels:
+    """Vmap levels whose entries ranks are."""
+
+    numbers: tuple[int, ...] = ()  # outermost first
+    taken: int = 0  # so many of the innermost are taken off: tensors have a dimension in front for each
+
+    def __bool__(self) -> bool:
+        return bool(self.numbers)
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        """The levels that aren't taken off."""
+        return self.numbers[: len(self.numbers) - self.taken]
+
+    @property
+    def below(self) -> Levels | None:
+        """The levels once one more is taken off; None if that is the last one."""
+        return Levels(self.numbers, self.taken + 1) if len(self.left) > 1 else None
+
+
 class Ranks:
     """The ranks of an axis. The defaults are right for a rank that is alone: its values are all ranks' values."""
 
     rank: int = 0  # this rank's index on the axis, where the process knows it
     overlaps: bool = False  # collectives go on while this rank computes, from one step into another
     compared: Any = None  # notes on what ranks have compared (ltx.core.comm.signature.Seen), if they are kept
-    futures: list[Any]  # where ranks overlap: the futures that weren't waited for yet, oldest first
-    clocked: float | None = None  # where ranks overlap: the training whose rounds begin by each rank's own clock
-    level: int = 0  # the innermost vmap level of ranks that isn't taken off yet; 0 if there is none
+    levels: Levels = Levels()  # the vmap levels whose entries the ranks are; none for other ranks
 
     @property
     def device(self) -> torch.device | None:
         """The device of this rank's tensors; None if it isn't known."""
         return None
 
-    @property
-    def levels(self) -> Sequence[int]:
-        """All vmap levels whose entries the ranks are, the outermost first."""
-        return ()
-
-    @property
-    def taken(self) -> int:
-        """The number of dimensions in front of the tensors, one for each level that is taken off."""
-        return sum(level > self.level for level in self.levels)
-
-    @property
-    def below(self) -> Ranks | None:
-        """The ranks that are left once `level` is taken off; None if it was the last level."""
-        return None
-
-    def at(self, levels: Sequence[int]) -> Ranks:
-        """The same ranks at other vmap `levels`, outermost first."""
+    def at(self, levels: Levels) -> Ranks:
+        """The same ranks at other vmap levels, as many."""
         return self
 
     @property
@@ -103,26 +108,16 @@ class Ranks:
         """This rank's position among `size`, a 0-dim int64 tensor."""
         return torch.full((), self.rank, device=self.device)  # torch.full needs no copy from the host
 
-    def batch_index(self, size: int) -> torch.Tensor | None:
-        """:meth:`index` if it is batched. As an input it makes torch.func call a Function's vmap rule at each level."""
-        return None
-
-    def size_of(self, part: Part) -> int:
-        """The size of this rank's group in `part`; if simulated groups are unequal, the largest size."""
-        return len(part.members(self.rank))
-
     def least(self, size: int) -> int:
         """The size of the smallest group, if this axis of `size` is one of several groups."""
         return size
 
-    def part(self, name: str, part: Part) -> Ranks:
-        """The ranks of this rank's group in `part`, as the axis called `name`. All of them call this together."""
-        return self
+    def part(self, name: str, part: Part) -> tuple[int, Ranks]:
+        """(size, ranks) of this rank's group in `part`, as the axis called `name`. All of the group call this together.
 
-    @property
-    def lacks(self) -> Mapping[str, type[LtxError]]:
-        """The abilities that the ranks lack, by the words of :meth:`need`, each with the error to raise."""
-        return {}
+        If simulated groups are unequal, it is the largest size.
+        """
+        return len(part.members(self.rank)), self
 
     def need(self, what: str, said: str) -> None:
         """Raise an error with the text `said` if the ranks lack `what`.
@@ -130,53 +125,39 @@ class Ranks:
         "objects": each rank may have objects, and take branches, of its own. "clock": each has its own time. "whole":
         no other axis is in the same batch.
         """
-        if what in self.lacks:
-            raise self.lacks[what](said)
 
     # --- collectives -----------------------------------------------------------------------------------------------
 
-    def collective(self, rule: Rule, static: Static, xs: Tensors) -> tuple[torch.Tensor, ...]:
-        """This rank's result of the collective for each of `xs`, in new memory."""
+    def collective(self, rule: Rule, static: Static, xs: Tensors, compiled: bool) -> tuple[torch.Tensor, ...]:
+        """This rank's result of the collective for each of `xs`, in new memory. `compiled`: in a graph."""
         return tuple(fresh(y, x) if rule.operation is None else y.clone() for x in xs for y in [rule.alone(x, static)])
 
-    def recorded(self, rule: Rule, static: Static, xs: Tensors) -> tuple[torch.Tensor, ...]:
-        """:meth:`collective` as part of a graph that runs later."""
-        return self.collective(rule, static, xs)
+    def begin(self, rule: Rule, statics: Sequence[Static], xs: Tensors, label: str) -> Begun | None:
+        """If ranks overlap: start the collective of each of `xs`, which may change meanwhile. Else None."""
+        return None
 
-    def begin(self, rule: Rule, static: Static, x: torch.Tensor, label: str) -> tuple[Any, OfTensor]:
-        """If ranks overlap: start a collective; return (its work, a function from the work's result to the value). `x`
-        may change meanwhile.
-        """
-        raise NotImplementedError
-
-    def on_stack(self, rule: Rule, static: Static, n: int, x: torch.Tensor, dim: int | None) -> Stacked:
-        """At the ranks' last vmap level: the rule's `stacked` on all `n` ranks' values, which lie along `dim`."""
+    def on_stack(self, rule: Rule, static: Static, n: int, xs: torch.Tensor) -> Stacked:
+        """Once all levels are taken off: the rule's `stacked` on all `n` ranks' values."""
         raise NotImplementedError
 
     # --- what they agree on ----------------------------------------------------------------------------------------
 
-    def confirm(self, key: Key, describe: Describe) -> Any:
+    def confirm(
+        self, key: Key, describe: Describe, offer: Callable[[], Any] = lambda: None, channel: str = "user"
+    ) -> Any:
         """Compare the next call before data moves, and return the agreement, if there is one.
 
         `key` makes the call's key, which equal calls share; each key is compared only once. `describe` makes the call's
-        :class:`ltx.core.comm.Signature`.
+        :class:`ltx.core.comm.Signature`. All take rank 0's `offer`, a JSON value. `channel`: the one that data will
+        move on, "user", "buckets" or "background".
         """
         return None
 
     def agree(self, keys: Iterable[Hashable], agreement: Any) -> None:
         """Note that the collectives under `keys` follow from an agreement, and needn't be compared."""
 
-    def meet(self, key: Hashable, describe: Describe, each_time: bool) -> None:
-        """:meth:`confirm` a call that sends nothing, and count it as a call; `each_time`: even if its key is known."""
-
     def announce(self, agreement: Any) -> None:
-        """Count a call that this rank makes alone, so that the next comparison includes it."""
-
-    def agree_on_plan(self, key: Hashable, describe: Describe, offer: Callable[[], Any], background: bool) -> Any:
-        """Compare a plan; all take rank 0's `offer`. Returns the agreement; None without peers. `background`: for that
-        channel.
-        """
-        return None
+        """Count a call that sends nothing, so that the next comparison includes it."""
 
     # --- steps and passes -------------------------------------------------------------------------------------------
 
@@ -202,17 +183,12 @@ class Ranks:
 
     # --- small values ----------------------------------------------------------------------------------------------
 
-    def exchange(self, signature: Any, value: Any) -> list[Any]:
-        """Every rank's value, by rank: JSON, of any size. `signature`: ranks compare it, to be at the same call."""
-        return [value]
+    def by_rank(self, signature: Any, f: OfTensors = lambda xs, apart: None, tensors: Tensors = ()) -> list[Any]:
+        """A list by rank of what `f` gives, a JSON value of any size, for each rank's tensors.
 
-    def may_differ(self, x: torch.Tensor) -> bool:
-        """Whether `x` may have a different value on each rank."""
-        return self.compared is not None
-
-    def by_rank(self, signature: Any, f: OfTensors, tensors: Tensors) -> list[Any]:
-        """A list by rank of ``f(tensors)``, a JSON value, on each rank's tensors."""
-        return self.exchange(signature, f(tensors))
+        Ranks compare `signature` each time, also where there is no `f`, to be at the same call.
+        """
+        return [f(tensors, [False] * len(tensors))]
 
     def of_first(self, signature: Any, f: OfTensor, x: torch.Tensor) -> torch.Tensor:
         """``f(x)`` of rank 0, on all ranks; it must be contiguous and of the same shape on all ranks."""

@@ -2,48 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ltx.core.base import private
-from ltx.core.base.errors import AxisError, LtxError, UnsupportedError
-from ltx.core.ranks.backings import OfTensor, OfTensors, Part, Ranks, Rule, Stacked, Static, Tensors
+from ltx.core.base.errors import AxisError, UnsupportedError
+from ltx.core.ranks.backings import Levels, OfTensor, OfTensors, Part, Ranks, Rule, Stacked, Static, Tensors
 
 
 @dataclass(frozen=True)
 class VmapRanks(Ranks):
-    """Ranks are the entries of the batch dimension that functorch's interpreter at `level` adds.
+    """Ranks are the entries of the batch dimension that functorch's interpreter at a level adds.
 
-    With `dims`, several nested levels make one axis. functorch takes the innermost level off first. Levels above
-    `level` are off already; their dimensions are in front of the tensors, the outermost level's first.
+    With `dims`, several nested levels make one axis. functorch takes the innermost level off first. The dimensions of
+    levels that are off already are in front of the tensors, the outermost level's first.
     """
 
-    level: int = 0
+    levels: Levels
     part_of: Part | None = None  # the dimension holds several axes side by side, and this is one of them
-    dims: tuple[tuple[int, int], ...] = ()  # each level's (level, size), outermost first in the order of ranks
+    dims: tuple[tuple[int, int], ...] = ()  # each level's (place in `levels`, size), outermost first in ranks' order
     device: torch.device | None = None  # the mapped tensors' device, on which rank numbers are made
 
-    @property
-    def levels(self) -> list[int]:
-        return sorted(level for level, _ in self.dims) or [self.level]
-
-    @property
-    def below(self) -> VmapRanks | None:
-        levels = [level for level, _ in self.dims if level < self.level]
-        return replace(self, level=max(levels)) if levels else None
-
-    def at(self, levels: Sequence[int]) -> VmapRanks:
-        """The same ranks at other vmap `levels`, outermost first; if this is a part, the whole axis' ranks."""
-        dims = tuple((levels[self.levels.index(level)], size) for level, size in self.dims)
-        return replace(self, level=max(levels), part_of=None, dims=dims)
+    def at(self, levels: Levels) -> VmapRanks:
+        return replace(self, levels=levels)
 
     @property
     def order(self) -> list[int]:
         """The permutation that brings dimensions sorted by level into the order of the axis' ranks."""
-        return [self.levels.index(level) for level, _ in self.dims]
+        return [place for place, _ in self.dims]
 
     def stacked(self, xs: torch.Tensor) -> torch.Tensor:
         """`xs` with one dimension for all ranks in front, in place of a dimension for each level."""
@@ -63,12 +52,11 @@ class VmapRanks(Ranks):
     def batched(self, xs: torch.Tensor) -> torch.Tensor:
         """A vector with one entry for each rank as a batched 0-dim value, at each level that isn't taken off."""
         by_level = self.unstacked(xs)
-        for _ in range(self.taken):  # the value is the same on the ranks of these levels
+        for _ in range(self.levels.taken):  # the value is the same on the ranks of these levels
             by_level = by_level[..., 0]
         by_level = private.unwrapped(by_level)  # new tensors are wrapped for the innermost level
-        for level in self.levels:
-            if level <= self.level:
-                by_level = private.add_batch_dim(by_level, 0, level)
+        for level in self.levels.left:
+            by_level = private.add_batch_dim(by_level, 0, level)
         return by_level
 
     def index(self, size: int) -> torch.Tensor:
@@ -77,55 +65,45 @@ class VmapRanks(Ranks):
             return self.batched(torch.arange(size, device=self.device))
         return self.batched(part.by_rank(map(range, part.sizes)).to(self.device))
 
-    def batch_index(self, size: int) -> torch.Tensor:
-        return self.index(size)
-
     @property
     def ended(self) -> str:
         here = private.maybe_current_level() or 0
-        return "the ltx.vmap that opened it has ended" if self.level > here else ""
-
-    def size_of(self, part: Part) -> int:
-        return max(part.sizes)
+        return "the ltx.vmap that opened it has ended" if self.levels.left[-1] > here else ""
 
     def least(self, size: int) -> int:
         return size if self.part_of is None else min(self.part_of.sizes)
 
-    def part(self, name: str, part: Part) -> VmapRanks:
-        return replace(self, part_of=part if self.part_of is None else part.within(self.part_of))
+    def part(self, name: str, part: Part) -> tuple[int, Ranks]:
+        return max(part.sizes), replace(self, part_of=part if self.part_of is None else part.within(self.part_of))
 
-    @property
-    def lacks(self) -> Mapping[str, type[LtxError]]:
-        whole = {} if self.part_of is None else {"whole": UnsupportedError}
-        return {"objects": AxisError, "clock": UnsupportedError, **whole}
+    def need(self, what: str, said: str) -> None:
+        if what != "whole" or self.part_of is not None:
+            raise (AxisError if what == "objects" else UnsupportedError)(said)
 
-    def may_differ(self, x: torch.Tensor) -> bool:
-        return self._split(x)[1] is not None
-
-    def by_rank(self, signature: Any, f: OfTensors, tensors: Tensors) -> list[Any]:
+    def by_rank(self, signature: Any, f: OfTensors = lambda xs, apart: None, tensors: Tensors = ()) -> list[Any]:
         """If this is a part, `f` runs once for each place in it, on a stack of all parts' values at this place."""
         split = [self._split(x) for x in tensors]
-        sizes = {x.shape[dim] for x, dim in split if dim is not None}
+        apart, sizes = [dim is not None for _, dim in split], {x.shape[dim] for x, dim in split if dim is not None}
         if not sizes:
-            return [f([x for x, _ in split])]
+            return [f([x for x, _ in split], apart)]
         groups = [range(*sizes)] if self.part_of is None else self.part_of.groups
         rows = []
         for place in range(max(map(len, groups))):
             here = [group[min(place, len(group) - 1)] for group in groups]
             at: Any = here[0] if self.part_of is None else torch.tensor(here, device="cpu")
-            rows.append(f([x if dim is None else x.movedim(dim, 0)[at] for x, dim in split]))
+            rows.append(f([x if dim is None else x.movedim(dim, 0)[at] for x, dim in split], apart))
         return rows
 
     def of_first(self, signature: Any, f: OfTensor, x: torch.Tensor) -> torch.Tensor:
-        first: torch.Tensor = self.by_rank(signature, lambda xs: f(xs[0]), [x])[0]
+        first: torch.Tensor = self.by_rank(signature, lambda xs, _: f(xs[0]), [x])[0]
         return first
 
     def _split(self, x: torch.Tensor) -> tuple[torch.Tensor, int | None]:
         """The unwrapped tensor of `x`, and its dimension for the ranks; None if the ranks share one value."""
         if not self.dims:
-            return below_wrappers(x, self.level)
-        dims = [below_wrappers(x, level)[1] for level, _ in self.dims]
-        value = below_wrappers(x, self.level)[0]
+            return below_wrappers(x, self.levels.numbers[0])
+        found = [below_wrappers(x, self.levels.numbers[place]) for place in self.order]
+        value, dims = found[0][0], [dim for _, dim in found]
         here = [dim for dim in dims if dim is not None]
         if not here:
             return value, None
@@ -136,19 +114,15 @@ class VmapRanks(Ranks):
                 value = value.expand(*value.shape[:place], size, *value.shape[place + 1 :])
         return value.flatten(0, len(dims) - 1), 0
 
-    def collective(self, rule: Rule, static: Static, xs: Tensors) -> tuple[torch.Tensor, ...]:
+    def collective(self, rule: Rule, static: Static, xs: Tensors, compiled: bool) -> tuple[torch.Tensor, ...]:
         raise AssertionError("the vmap rule of a collective takes their level off before")
 
-    def on_stack(self, rule: Rule, static: Static, n: int, x: torch.Tensor, dim: int | None) -> Stacked:
+    def on_stack(self, rule: Rule, static: Static, n: int, xs: torch.Tensor) -> Stacked:
         part = self.part_of
-        world = n if part is None else part.world
         if self.dims:
-            size = next(size for level, size in self.dims if level == self.level)
-            flat = self.stacked(in_front(size, [x], [dim])[0])
-            y, per_rank = replace(self, dims=()).on_stack(rule, static, n, flat, 0)
+            y, per_rank = replace(self, dims=()).on_stack(rule, static, n, self.stacked(xs))
             # Every level gave a dimension, so every level gets one back.
-            return self.unstacked(y if per_rank else y.expand(world, *y.shape)), True
-        (xs,) = in_front(world, [x], [dim])
+            return self.unstacked(y if per_rank else y.expand(n if part is None else part.world, *y.shape)), True
         if part is None:
             return rule.stacked(xs, n, static)
         by_group = torch.cat(

@@ -219,9 +219,9 @@ class _Call:
                 "arguments, which would have no derivative here. Pass it as an argument (a 0-dim tensor goes to every "
                 "micro-batch)."
             ) from None
-        refuse_captured(self.step.fn, value, [*leaves, *tensors])
+        own = refuse_captured(self.step.fn, value, [*leaves, *tensors])
         with checkpoints_allowed(), calls.in_pass():
-            grads = gradients(value, leaves)
+            grads = gradients(value, leaves, own=own)
         return grads, tree.detached(parts[-1])
 
 

@@ -1,10 +1,11 @@
-"""The results of the two halves of an eager training step, and the losses and factors between them."""
+"""The backward pass of an eager training step, and what is done with each bucket when it is complete."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,40 +14,32 @@ from ltx.core import collectives, comm
 from ltx.core.base import tree
 from ltx.core.base.errors import StepError, UnusedParameterWarning, no_mean
 from ltx.core.collectives.reduce import unusable
+from ltx.core.gradients.buffers import unpack
 from ltx.core.gradients.marker import Marker
 from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.planning import Plan
-from ltx.core.gradients.reduction import LeafState
-from ltx.core.optim.base import Optimizer, unless
+from ltx.core.gradients.reduction import Bucket, LeafState, Program, Reduced
+from ltx.core.optim.base import Optimizer, advanced, apply_leaves, unless
 from ltx.core.ranks.axis import Axis
 from ltx.core.training.accumulate import MicroBatches
 from ltx.core.training.train_state import TrainState
 from ltx.core.transforms.run import Run
+from ltx.core.transforms.strategy_update import Old, PostUpdateHook, take_updated, with_overwriting
+from ltx.core.transforms.sync_state import states_after
 from ltx.typing import Tree
 
 
-class Forward(NamedTuple):
-    """The results of the forward pass."""
+class Backward(NamedTuple):
+    """The backward pass of an eager step, after its forward pass."""
 
+    optimizer: Optimizer
+    state: TrainState
     run: Run  # the call of the user's step
     leaves: list[torch.Tensor]  # the parameters that the step was given
     sync_leaves: list[torch.Tensor]  # the communication state that the step was given
     sync_spec: Any  # its structure
     total: torch.Tensor  # the loss, or a Weighted's sum of losses
     weight: torch.Tensor | None  # a Weighted's sum of weights; None for a plain loss
-    buffers: Tree  # the next buffers, which the step returned; None if there are none
-    aux: Any  # the other outputs of the step
-    mean: torch.Tensor | None  # the mean loss, if it is asked for and has to be communicated
-
-
-class Backward(NamedTuple):
-    """The second half of an eager step: the backward pass."""
-
-    optimizer: Optimizer
-    state: TrainState
-    forward: Forward
-    # the tensors to differentiate the loss with respect to: the leaves, or a single source of them all
-    inputs: list[torch.Tensor]
     donate: bool  # parameters and optimizer state are updated in place
     loss_scale: float | torch.Tensor  # the factor of the loss; a tensor where the host doesn't wait for it
     #: If the guard wants them: returns sums of gradients, which are finite if the gradients are.
@@ -55,28 +48,53 @@ class Backward(NamedTuple):
     #: among the leaves. Parameters whose gradients other ranks have are taken out later.
     unused: dict[int, str]
 
-    def objective(self, total: torch.Tensor) -> torch.Tensor | None:
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """The tensors to differentiate the loss with respect to: the leaves, or a single source of them all."""
+        return [*self.leaves, *self.sync_leaves] if self.run.inputs is None else self.run.inputs
+
+    def objective(self) -> torch.Tensor | None:
         """The tensor that is differentiated: `total` times the loss scale; None if it depends on no input.
 
         The pass uses ``torch.autograd.backward`` and not ``grad``, because accumulation gives each gradient its
         parameter's memory layout while the gradient is in the cache. Optimizers' kernels need that layout.
         """
+        total = self.total
         if not is_one(self.loss_scale):
             with torch.enable_grad():
                 total = total * self.loss_scale
-        return total if self.inputs and total.requires_grad else None
+        return total if total.requires_grad else None
 
-    def run_alone(self, total: torch.Tensor, divisor: torch.Tensor | None) -> BackwardResult:
+    def mean_at_once(self, axis: Axis, local: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(mean loss, divisor of the gradients), without a step summary; the divisor of an unweighted step is None.
+
+        `local`: ranks don't share gradients, so they don't wait for each other to share losses either.
+        """
+        total, weight, alone = self.total.detach(), self.weight, local or axis.size == 1
+        if weight is None:
+            # a copy, since a loss may be a parameter, which the optimizer overwrites
+            mean: torch.Tensor = total.clone() if alone else collectives.pmean(total, axis)
+            return mean, None
+        if not alone:
+            total, weight = collectives.psum((total, weight), axis)
+        fault = int(axis.ranks.read(unusable(weight), "the sum of the weights"))
+        if fault:
+            if fault == 1 and local and axis.size > 1:  # this rank has no data and no gradient; its peers continue
+                return torch.full_like(total, float("nan")), torch.ones_like(weight)
+            raise no_mean(state="The state is as before the step. ", odd=fault == 2)
+        return total / weight, weight
+
+    def run_alone(self, divisor: torch.Tensor | None) -> BackwardResult:
         """Run a backward pass that doesn't communicate. `divisor`: a Weighted's sum of weights, else None."""
-        if (objective := self.objective(total)) is not None:
+        if (objective := self.objective()) is not None:
             with comm.span("backward"):
-                torch.autograd.backward(objective, inputs=self.inputs)
+                torch.autograd.backward(objective, inputs=[*self.inputs, *self.run.own])
         found = [None if objective is None else x.grad for x in self.inputs]
-        count = len(self.forward.leaves)
-        grads = [torch.zeros_like(x) if g is None else g for x, g in zip(self.forward.leaves, found, strict=False)]
+        count = len(self.leaves)
+        grads = [torch.zeros_like(x) if g is None else g for x, g in zip(self.leaves, found, strict=False)]
         grads = self.divided(grads, divisor)
-        states = [x if g is None else g for x, g in zip(self.forward.sync_leaves, found[count:], strict=True)]
-        return BackwardResult(grads, tree.unflatten(self.forward.sync_spec, [x.detach() for x in states]))
+        states = [x if g is None else g for x, g in zip(self.sync_leaves, found[count:], strict=True)]
+        return BackwardResult(grads, tree.unflatten(self.sync_spec, [x.detach() for x in states]))
 
     def divided(self, grads: list[torch.Tensor], divisor: torch.Tensor | None) -> list[torch.Tensor]:
         """Gradients of this rank alone: divided by a Weighted's `divisor`, and without the loss scale."""
@@ -90,7 +108,7 @@ class Backward(NamedTuple):
         for member, grad in zip(members, grads, strict=True):
             if member in self.unused and bool(grad.any()):
                 del self.unused[member]
-                if len(self.unused) + 1 == len(self.forward.leaves):  # a rank without data doesn't know of the others
+                if len(self.unused) + 1 == len(self.leaves):  # a rank without data doesn't know of the others
                     self.unused.clear()
 
     def report_unused(self, shared: bool) -> None:
@@ -105,7 +123,7 @@ class Backward(NamedTuple):
             f"{{{paths[0]!r}, ...}}). Keep those that other steps or ranks use, such as idle experts."
         )
         text = f"train_step: the loss of the first step doesn't depend on {said}"
-        if len(paths) == len(self.forward.leaves):
+        if len(paths) == len(self.leaves):
             todo = "These are all: use the parameters that the step is given, and don't detach the loss."
             if shared:
                 raise StepError(f"{text}, on any rank. {todo}")
@@ -153,28 +171,6 @@ def is_one(scale: float | torch.Tensor) -> bool:
     return not isinstance(scale, torch.Tensor) and scale == 1
 
 
-def mean_at_once(
-    total: torch.Tensor, weight: torch.Tensor | None, axis: Axis, local: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(mean loss, divisor of the gradients), without a step summary; the divisor of an unweighted step is None.
-
-    `local`: ranks don't share gradients, so they don't wait for each other to share losses either.
-    """
-    total, alone = total.detach(), local or axis.size == 1
-    if weight is None:
-        # a copy, since a loss may be a parameter, which the optimizer overwrites
-        mean: torch.Tensor = total.clone() if alone else collectives.pmean(total, axis)
-        return mean, None
-    if not alone:
-        total, weight = collectives.psum((total, weight), axis)
-    fault = int(axis.ranks.read(unusable(weight), "the sum of the weights"))
-    if fault:
-        if fault == 1 and local and axis.size > 1:  # this rank has no data and no gradient; its peers continue
-            return torch.full_like(total, float("nan")), torch.ones_like(weight)
-        raise no_mean(state="The state is as before the step. ", odd=fault == 2)
-    return total / weight, weight
-
-
 class BackwardResult(NamedTuple):
     """The results of the backward pass."""
 
@@ -204,9 +200,9 @@ class Scale(NamedTuple):
         return optimizer if self.skip is None else unless(optimizer, self.skip, params)
 
 
-def scale_of(work: Backward, schedule: ProcessSchedule, weighted: bool) -> Scale:
-    """The factor of reduced gradients. If `weighted`, it waits for the step summary, unless that stays on a device."""
-    if not weighted:
+def scale_of(work: Backward, schedule: ProcessSchedule) -> Scale:
+    """The factor of reduced gradients. A Weighted's waits for the step summary, unless that stays on a device."""
+    if work.weight is None:
         return Scale(1.0 / work.loss_scale)
     summary = schedule.pending.summary
     assert summary is not None
@@ -224,3 +220,160 @@ def scale_of(work: Backward, schedule: ProcessSchedule, weighted: bool) -> Scale
         (weight > 0) & (weight < math.inf)
     )  # the host raises later, when it reads the summary; until then nothing may change
     return Scale((schedule.among.size / weight).masked_fill(empty, 0.0) / work.loss_scale, empty)
+
+
+# --- buckets ---------------------------------------------------------------------------------------------------------
+
+
+class Completion:
+    """The base of classes that process each bucket of a backward pass when it is complete."""
+
+    def __init__(self, work: Backward, schedule: ProcessSchedule):
+        self.updated = 0  # the number of buckets that the optimizer has updated
+        #: The mean loss, if ranks don't share gradients and so have no step summary of it.
+        self.mean: torch.Tensor | None = None
+        self._work, self._schedule, self._plan = work, schedule, schedule.plan
+        self._states: dict[int, LeafState] = {}
+
+    def complete(self, bucket: Bucket, reduced: Reduced) -> None:
+        """The program of `bucket` has returned `reduced`."""
+        raise NotImplementedError
+
+    def result(self) -> BackwardResult:
+        """The results of all buckets."""
+        raise NotImplementedError
+
+    def _begin_update(self, bucket: Bucket, grads: Sequence[torch.Tensor]) -> None:
+        """The optimizer is about to update the parameters of `bucket`, whose gradients are `grads`."""
+        if self._work.unused:
+            self._work.look(bucket.members, grads)
+        self.updated += 1
+        if self._work.donate:
+            self._work.state.begin_writing()
+
+    def _states_after(self, params: Tree) -> dict[str, LeafState]:
+        before = self._work.state.held("sync_state").leaves
+        return states_after(self._plan, self._states, before, params)
+
+
+class CollectGradients(Completion):
+    """Collects gradients (``overlap="backward"``) for an optimizer that needs all at once. The state doesn't change."""
+
+    def __init__(self, work: Backward, schedule: ProcessSchedule, scale: Scale):
+        super().__init__(work, schedule)
+        self._scale, self._probes = scale, work.probes
+        self._grads: dict[int, torch.Tensor] = {}
+        self._sums: list[torch.Tensor | float] = []
+
+    def complete(self, bucket: Bucket, reduced: Reduced) -> None:
+        grads = unpack(reduced[0].view(-1), bucket)
+        self._states.update(self._plan.states_by_leaf(bucket, reduced[1]))
+        # If the sum of the unscaled gradients is finite, so is the sum after a factor of at most 1.
+        known = not isinstance(factor := self._scale.factor, torch.Tensor) and abs(factor) <= 1
+        total = self._schedule.total(bucket) if self._probes is not None and known else None
+        if not is_one(self._scale.factor):
+            self._scale.apply(grads)
+        if total is not None:
+            self._sums.append(total)
+        elif self._probes is not None:
+            self._sums += self._probes(grads)  # now, while the gradients are in the cache
+        self._grads.update(zip(bucket.members, grads, strict=True))
+
+    def result(self) -> BackwardResult:
+        after = self._states_after(self._work.state.held("params"))
+        sums = self._sums if self._probes is not None else None
+        grads = [*map(self._grads.__getitem__, range(len(self._work.leaves)))]
+        return BackwardResult(grads, after, sums=sums, skip=self._scale.skip)
+
+
+class UpdateBuckets(Completion):
+    """Runs the optimizer on each bucket (``overlap="update"``): in the state's memory with `donate`, else in copies."""
+
+    def __init__(self, work: Backward, schedule: ProcessSchedule, scale: Scale):
+        super().__init__(work, schedule)
+        self._scale, self._params, self._opt_state = scale, work.state.held("params"), work.state.held("opt_state")
+        if not work.donate:
+            self._params, self._opt_state = tree.map(torch.clone, (self._params, self._opt_state))
+        self._leaves = work.leaves if work.donate else tree.flatten(self._params)[0]
+        self._leaf_states = work.optimizer.leaf_states(self._opt_state, self._params)
+        self._applied = scale.conditional(work.optimizer, self._leaves)
+
+    def complete(self, bucket: Bucket, reduced: Reduced) -> None:
+        """Update the bucket's parameters with its gradients; the gradients are overwritten."""
+        grads = unpack(reduced[0].view(-1), bucket)
+        self._begin_update(bucket, grads)
+        self._scale.apply(grads)
+        states, params = [self._leaf_states[m] for m in bucket.members], [self._leaves[m] for m in bucket.members]
+        with comm.span("update"):
+            apply_leaves(self._applied, grads, states, params, self._opt_state)
+        self._states.update(self._plan.states_by_leaf(bucket, reduced[1]))
+
+    def result(self) -> BackwardResult:
+        return BackwardResult(None, self._states_after(self._params), self._params, advanced(self._opt_state))
+
+
+class UpdateThenSend(Completion):
+    """Updates a bucket and sends it as soon as its gradients are ready (:mod:`ltx.core.transforms.strategy_update`).
+
+    The backward pass may still need the old parameters, so parameters change only when the pass is over; the
+    optimizer's state changes at once. `total`, `weight`: as in :class:`Forward`.
+    """
+
+    def __init__(
+        self,
+        hook: PostUpdateHook,
+        work: Backward,
+        schedule: ProcessSchedule,
+    ):
+        # Don't keep `total`: its graph holds the schedule, which holds this object during the pass, and the garbage
+        # collector can't free a cycle that goes through a graph.
+        super().__init__(work, schedule)
+        self._hook, self._axis = hook, self._plan.axis
+        state, optimizer = work.state, work.optimizer
+        opt_state = hook.own(state.held("opt_state"), self._axis)
+        self._opt_state = opt_state = opt_state if work.donate else tree.map(torch.clone, opt_state)
+        self._opt_states = optimizer.leaf_states(opt_state, state.held("params"))
+        paths = tree.leaf_paths(state.held("params")) if any(self._plan.state_names) else []
+        known = [state.sync_state.leaves[path] for path in paths] or [{} for _ in work.leaves]
+        old = Old([x.detach() for x in work.leaves], known, self._axis.size)
+        self._old = with_overwriting(hook, old, work.donate, opt_state)
+        self._params = list(old.params)
+        self._optimizer = optimizer
+        if hook.shares_gradients:
+            self._scale = scale_of(work, schedule)
+            self._optimizer = self._scale.conditional(optimizer, self._params)
+        else:
+            self.mean, self._divisor = work.mean_at_once(self._axis, local=True)
+
+    def program(self, bucket: Bucket, grads: Sequence[torch.Tensor], states: Sequence[LeafState]) -> Program:
+        """The program of a bucket. The optimizer runs inside it on shared gradients, or before it on the rank's own."""
+        if self._hook.shares_gradients:
+            return self._schedule.program(bucket, grads, states, partial(self._update_shared, bucket))
+        self._schedule.plan.refuse_sparse(bucket, grads)
+        with comm.span("update"):
+            # Kernels need contiguous gradients. Not in place: two parameters may have the same gradient tensor.
+            given = self._updated(bucket, self._work.divided([g.contiguous() for g in grads], self._divisor))
+        return self._schedule.program(bucket, given, self._hook.begun(self._old.of(bucket)))
+
+    def _update_shared(self, bucket: Bucket, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's new parameters, from shared gradients, which may be overwritten."""
+        with comm.span("update"):
+            self._scale.apply(grads)
+            return self._updated(bucket, list(grads))
+
+    def _updated(self, bucket: Bucket, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        given = [self._hook.part(x, self._axis).clone() for x in self._old.of(bucket).params]
+        self._begin_update(bucket, grads)
+        opt_states = [self._opt_states[member] for member in bucket.members]
+        apply_leaves(self._optimizer, grads, opt_states, given, self._opt_state)
+        return given
+
+    def complete(self, bucket: Bucket, reduced: Reduced) -> None:
+        finish = take_updated(self._hook, bucket, reduced, self._old, self._params, self._states)
+        if finish is not None:
+            finish()
+
+    def result(self) -> BackwardResult:
+        spec = tree.flatten(params := self._work.state.held("params"))[1]
+        opt_state = self._hook.held(advanced(self._opt_state), self._axis)
+        return BackwardResult(None, self._states_after(params), tree.unflatten(spec, self._params), opt_state)

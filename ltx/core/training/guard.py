@@ -25,6 +25,7 @@ from ltx.core.training.settings import TrainSettings
 from ltx.core.training.train_state import LossScale, Metrics, TrainState, drawn_again
 from ltx.core.transforms.plain_autograd import gradients
 from ltx.core.transforms.run import CallOptions, Weighted
+from ltx.core.transforms.strategy import shares_gradients
 from ltx.core.transforms.strategy_update import StepInfo, Updated
 from ltx.core.transforms.sync_state import SyncState, plain_values
 from ltx.typing import Tree
@@ -98,7 +99,7 @@ def not_finite_error(
     count = len(own)
     told = info.axis.ranks.by_rank(
         comm.Signature("whose gradients aren't finite", ()),
-        lambda xs: [_described(paths, xs[:count]), _described(paths, xs[count:])],
+        lambda xs, _: [_described(paths, xs[:count]), _described(paths, xs[count:])],
         [*own, *reduced],
     )
     by_rank, together = [texts for texts, _ in told], sorted({text for _, texts in told for text in texts})
@@ -178,7 +179,8 @@ def host_asks(train: TrainSettings, step: int) -> bool:
 
 def must_sync_finite(train: TrainSettings, info: StepInfo) -> bool:
     """Whether ranks have to ask each other if gradients are finite, because they don't share them."""
-    return checks_finite(train) and info.axis.size > 1 and not train.step.strategy.shares_gradients(info.step)
+    alone = not checks_finite(train) or info.axis.size == 1
+    return not (alone or shares_gradients(train.step.strategy, info.step, info.axis))
 
 
 def runs_ahead(info: StepInfo, tensors: Sequence[torch.Tensor]) -> bool:

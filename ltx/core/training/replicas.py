@@ -6,6 +6,7 @@ parameters on one rank. Since gradients are still averaged, nothing shows the dr
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from typing import Any, TypeVar, cast
 
@@ -14,8 +15,10 @@ import torch
 from ltx.core import collectives, comm
 from ltx.core.base import private, tree
 from ltx.core.base.arguments import checked
+from ltx.core.base.errors import EqualBatchesWarning
+from ltx.core.ranks.axis import Axis
 from ltx.core.training.train_state import TrainState, counted, updates_of
-from ltx.core.transforms.compare import check_leaves, digests_by_rank, tensors_by_path
+from ltx.core.transforms.compare import check_leaves, digest, digests_by_rank, hash_of, tensors_by_path, values
 from ltx.typing import Tree
 
 State = TypeVar("State")
@@ -95,6 +98,21 @@ def sync_params(state: State, src: int | None = None, axis: Any = None) -> State
     if counts:
         synced = counted(synced, *collectives.broadcast_object([int(count) for _, count in counts], src, axis))
     return cast(State, synced)
+
+
+def warn_of_equal_batches(batch: Tree, axis: Axis) -> None:
+    """Warn, on rank 0, if all ranks have the same bits in a batch's tensors; those without dimensions don't count."""
+    found = [x for x in tree.flatten(batch)[0] if isinstance(x, torch.Tensor) and x.ndim]
+    plain = all(type(x) is torch.Tensor and x.layout is torch.strided and not x.is_meta for x in found)
+    mine = hash_of(f"{x.dtype}{[*x.shape]}{digest(values(x))}" for x in found) if plain and found else ""
+    by_rank = axis.ranks.by_rank(comm.Signature("train_step's first batch", ()), lambda *_: mine)
+    if mine and axis.rank == 0 and axis.size == by_rank.count(mine) > 1:
+        text = (
+            f"train_step: all {axis.size} ranks of axis {axis.name!r} have the same batch in the first step, so each "
+            "computes what the others do. Cut a batch that all ranks load: train(state, ltx.shard(batch)). Or load "
+            "each rank's own: DataLoader(data, sampler=DistributedSampler(data, ltx.world().size, ltx.world().rank))."
+        )
+        warnings.warn(text, EqualBatchesWarning, stacklevel=1)
 
 
 def _replicated(state: Tree) -> list[tuple[str, torch.Tensor]]:

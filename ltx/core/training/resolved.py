@@ -1,7 +1,7 @@
 """What a training step asks before it runs, and when the answers hold for the step after it.
 
 A step asks its strategy, its hook, its axis and the shapes of its parameters what to do; :func:`resolve` asks all of
-it, and the step itself (:class:`ltx.core.training.step.Step`) asks nothing more of this. The state that a step makes
+it, and the step itself (:mod:`ltx.core.training.step`) asks nothing more of this. The state that a step makes
 carries the answers. They hold for the next step if
 
 * this very object is given to the same train step, on the same axis of a world that is whole, and
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ltx.core.base import tree
-from ltx.core.gradients.comm_hook import CommHook
+from ltx.core.gradients.comm_hook import CommHook, shared_part, stateful_hook
 from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.planning import Plan
 from ltx.core.optim.base import Prepared
@@ -30,6 +30,7 @@ from ltx.core.training.guard import must_sync_finite, runs_ahead
 from ltx.core.training.settings import check_layout
 from ltx.core.training.train_state import TrainState
 from ltx.core.transforms.run import Run
+from ltx.core.transforms.strategy import in_dtype, stateful
 from ltx.core.transforms.strategy_update import PostUpdateHook, StepInfo
 from ltx.typing import Tree
 
@@ -81,7 +82,7 @@ class Resolved:
         schedule, params = run.schedule, state.held("params")
         plan = schedule.plan if isinstance(schedule, ProcessSchedule) else None
         if plan is not None and (
-            plan.hook.stateful or sum(map(len, map(attrgetter("members"), plan.buckets))) < len(self.leaves)
+            stateful_hook(plan.hook) or sum(map(len, map(attrgetter("members"), plan.buckets))) < len(self.leaves)
         ):
             return None
         leaves, spec, prepared = self.leaves, self.spec, self.prepared
@@ -110,14 +111,15 @@ def resolve(train: Any, params: Tree, leaves: list[torch.Tensor], spec: Any, inf
         StrategyError: the strategy can't train on this axis, or doesn't say in what ranks' parameters differ.
     """
     strategy, axis, step = train.step.strategy, info.axis, info.step
-    strategy.check_axis(axis)
+    strategy.check(train.optimizer, axis)
     check_layout(strategy, step)
     late = axis.size > 1 and strategy.communicates_after_update(step)
-    post_update_hook = train.post_update_hook(step) if late and axis.comm is not None else None
+    by_bucket = late and axis.comm is not None and train.overlap == "update"
+    post_update_hook = in_dtype(strategy.post_update_hook(step), train.step.reduce_dtype) if by_bucket else None
     hook = train.step.hook(step, training=True)
     everyone = late or must_sync_finite(train, info)
-    among = axis if everyone or hook is None else hook.within(axis) or axis
+    among = axis if everyone or hook is None else shared_part(hook, axis) or axis
     ranks = ALONE if axis.size == 1 or (hook is None and not everyone) else among.ranks
-    lasts = not (late or strategy.communicates_besides or strategy.stateful)
+    lasts = not (late or strategy.communicates_besides or stateful(strategy))
     ahead = runs_ahead(info, leaves)
     return Resolved(train, axis, params, leaves, spec, hook, ranks, late, post_update_hook, ahead, lasts)

@@ -19,7 +19,7 @@ from ltx.core.training.accumulate import Accumulated
 from ltx.core.training.parameters import Trainable, check_trainable
 from ltx.core.transforms.compare import tensors_by_path
 from ltx.core.transforms.data_parallel import DataParallel
-from ltx.core.transforms.strategy import Strategy, StrategyOffers, hooks_ahead
+from ltx.core.transforms.strategy import Strategy, StrategyOffers, hooks_ahead, shares_gradients
 from ltx.typing import Tree
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def check_layout(strategy: Strategy, step: int) -> None:
 
     A checkpoint would treat these parameters as equal on all ranks, and load one rank's values on all.
     """
-    if strategy.layout is StrategyOffers.layout and not strategy.shares_gradients(step):
+    if strategy.layout is StrategyOffers.layout and not shares_gradients(strategy, step):
         name = type(strategy).__name__
         raise StrategyError(
             f"{name}: hook({step}) leaves gradients local, so that ranks may differ, and {name}.layout doesn't say in "
@@ -70,7 +70,7 @@ def refuse_in_graph(strategy: Strategy, checks_finite: bool, may_raise: bool) ->
     if may_raise:
         require("guard, graph", "a compiled graph")
     if checks_finite:
-        require("guard in a graph, strategy", strategy)
+        require("guard in a graph, strategy", strategy, "", shares_gradients(strategy, 0))
     require("graph, strategy", strategy)
 
 
@@ -136,7 +136,7 @@ class TrainSettings(Readable):
                 "ltx.optim.from_torch(torch.optim.AdamW, lr=...) or ltx.optim.from_functions(init, update)."
             )
         strategy, precision = step.strategy, step.precision
-        strategy.check_optimizer(optimizer)
+        strategy.check(optimizer)
         if self.check_every is not None:
             whole("train_step: check_every", self.check_every, 1, StrategyError, besides="None or ")
             require("check_every, strategy", strategy)

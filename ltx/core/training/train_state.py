@@ -158,8 +158,9 @@ class TrainState(Readable):
         if self._lease[0] is not None:
             raise DonatedStateError(
                 f"this TrainState (step {self.step}) was donated to the step that made state {self._lease[0]}: "
-                "its tensors were updated in place and hold other values now. Use the state that the step returned; to "
-                "keep an old one, copy.deepcopy(state) before the step, or train_step(..., donate=False)."
+                "its tensors were updated in place and hold other values now. Use the state that the step returned, "
+                "state, metrics = train(state, ...); to keep an old one, copy.deepcopy(state) before the step, or "
+                "train_step(..., donate=False)."
             )
 
     @property

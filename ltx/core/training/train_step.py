@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch.autograd import forward_ad
 
 from ltx.core import collectives, comm
 from ltx.core.base import private, traced, tree
@@ -19,48 +18,34 @@ from ltx.core.base.errors import (
     PeerLostError,
     StepError,
     StepLeftOutError,
-    UnsupportedError,
+    TreeError,
 )
 from ltx.core.base.needs import require
-from ltx.core.collectives.calls import prepare_trace, traced_processes, traced_size
 from ltx.core.gradients.exchange import Exchange
-from ltx.core.gradients.planning import any_derivative, in_step, requires_grad
+from ltx.core.gradients.planning import in_step, requires_grad
 from ltx.core.optim import Optimizer
-from ltx.core.optim.base import Update, is_transforming, with_loss
+from ltx.core.optim.base import is_transforming
 from ltx.core.ranks.axis import Axis
 from ltx.core.training.follower import compiled, follow
 from ltx.core.training.guard import (
-    all_finite,
-    checks_finite,
-    kept_if_skipped,
-    loss_scale_of,
-    may_raise,
-    next_state,
-    not_finite_error,
     scaling,
-    should_raise,
 )
 from ltx.core.training.made_for import adopted, check_made_for, layout_for
-from ltx.core.training.outputs import Batch, GivenGradients, arguments_of, as_loss, check_call, outputs_of, unshared
+from ltx.core.training.outputs import Batch, as_loss, check_call, unshared
 from ltx.core.training.parameters import Trainable, split, taken_from
-from ltx.core.training.replicas import check_replicas
+from ltx.core.training.pure_step import PureStep
+from ltx.core.training.replicas import check_replicas, warn_of_equal_batches
 from ltx.core.training.resolved import resolve, resolved_before
 from ltx.core.training.settings import (
     TrainSettings,
     check_devices,
     check_kept,
-    check_layout,
-    check_weighted,
-    refuse_in_graph,
 )
-from ltx.core.training.step import Step, incomplete
-from ltx.core.training.train_state import LossScale, Metrics, TrainState, torch_states
-from ltx.core.transforms.compare import tensors_by_path
+from ltx.core.training.step import EagerStep, incomplete
+from ltx.core.training.train_state import LossScale, Metrics, TrainState
 from ltx.core.transforms.data_parallel import DataParallel
-from ltx.core.transforms.functional_call import Calls, own_grad_and_value
-from ltx.core.transforms.run import CallOptions, Weighted
-from ltx.core.transforms.strategy_update import PostUpdateHook, StepInfo, check_next, check_updated
-from ltx.core.transforms.sync_state import Synced, SyncState, plain_values
+from ltx.core.transforms.strategy_update import StepInfo, check_next
+from ltx.core.transforms.sync_state import SyncState
 from ltx.typing import Tree
 
 
@@ -100,12 +85,17 @@ class TrainStep(TrainSettings):
         if buffers is not None:
             check_kept(buffers, self.step)
         strategy, axis = self.step.strategy, comm.resolve(self.step.axis)
-        strategy.check_axis(axis)
+        strategy.check(self.optimizer, axis)
         check_devices(axis, params if module is None else dict(module.named_parameters()), "params")
         check_devices(axis, buffers, "buffers")
         if module is not None:
             params, frozen = taken_from(module, axis, self.trainable)
         else:
+            if hasattr(params, "_metadata"):  # torch puts it on what state_dict returns
+                raise TreeError(
+                    "train.init: params is a state_dict(), in which buffers would be trained too. Write "
+                    "train.init(module), or train.init(dict(module.named_parameters()), dict(module.named_buffers()))."
+                )
             tree.check_dense(tree.flatten(params)[0], params, "params")
             trained, frozen = split(params, self.trainable)
             params = collectives.broadcast(tree.map(self._begun, params), axis=axis)
@@ -115,11 +105,8 @@ class TrainStep(TrainSettings):
         sync_state = self.step.init(params)
         if not private.in_transform():
             sync_state = replace(sync_state, leaves=unshared(sync_state.leaves, params))
-        for path, leaf in tensors_by_path(params):
-            if leaf.is_complex():
-                require("complex, strategy", strategy, f"train.init: parameter {path!r}, {tree.describe(leaf)},")
         if strategy.layout.params == "replicated":  # other rates would part them, with nothing to show it
-            axis.ranks.exchange(comm.Signature("train.init", (), _settings(self.optimizer, self.guard)), None)
+            axis.ranks.by_rank(comm.Signature("train.init", (), _settings(self.optimizer, self.guard)))
         opt_state = strategy.init_optimizer(self.optimizer, params, axis)
         if strategy.communicates_besides:
             axis.ranks.start_anew()
@@ -249,18 +236,19 @@ class TrainStep(TrainSettings):
         batch = Batch(args, named)
         if not isinstance(state, TrainState):
             raise StepError(
-                f"the first argument is the TrainState that init or the last step gave, got {type(state).__name__}."
+                f"the first argument is the TrainState that init or the last step gave, got {type(state).__name__}. "
+                "Write state = train.init(params) once, and then state, metrics = train(state, *batch)."
             )
         if traced.recording():
             check_made_for(self, state)
             compiled(self, state.module)
-            return step_purely(self, state, batch)
+            return PureStep.of(self, state, batch).run()
         if torch.is_inference_mode_enabled():
             raise StepError(
                 "a train step was called in torch.inference_mode(), where nothing is differentiated: its gradients "
                 "would be zeros. Call it outside of that mode; torch.no_grad() around it does no harm."
             )
-        state.check_owned()
+        state.check_whole()
         params, resolved = state.held("params"), resolved_before(self, state)
         if resolved is None:
             check_made_for(self, state)
@@ -273,14 +261,13 @@ class TrainStep(TrainSettings):
             others = () if buffers is None and not given else tree.flatten((buffers, given))[0]
             transforming = requires_grad([*read, *others])
         if transforming:
-            return step_purely(self, state, batch)
-        state.check_whole()
+            return PureStep.of(self, state, batch).run()
         # read `seen` now, since the comparison looks at the state too
         axis, seen = comm.resolve(self.step.axis), state.seen
         if resolved is not None and not resolved.holds(axis, state.held("sync_state").step):
             resolved = None
         if resolved is None or self.check_every is not None:
-            self._compare(state, axis)
+            self._compare(state, axis, batch)
         sync = state.held("sync_state")
         strategy, info = self.step.strategy, StepInfo(sync.checked_step() if resolved is None else sync.step, axis)
         resolved = resolved or resolve(self, params, leaves, spec, info)
@@ -290,7 +277,8 @@ class TrainStep(TrainSettings):
                 if not resolved.lasts and strategy.communicates_besides:
                     pending = strategy.begin(params, sync.leaves, info, pending)
                     begun = pending is not None and pending is not state.pending
-                return Step(self, state, resolved, batch, seen, info, pending, commit).run()
+                of = self, state, batch, info, pending, params, leaves, spec
+                return EagerStep(*of, resolved, seen, commit).run()
         except BaseException as error:
             what = f"step {state.step} of the training"
             if begun and isinstance(error, StepLeftOutError) and isinstance(pending, Exchange):
@@ -318,8 +306,9 @@ class TrainStep(TrainSettings):
         """Whether steps reuse their state's memory: not under derivatives or batching, which need the old values."""
         return self.donate and not is_transforming() and not in_step.get()
 
-    def _compare(self, state: TrainState, axis: Axis) -> None:
-        """Compare the values that should be the same on all ranks: every `check_every` steps, and at a world's first.
+    def _compare(self, state: TrainState, axis: Axis, batch: Batch) -> None:
+        """Compare what should be the same on all ranks: every `check_every` steps, and at a world's first, which also
+        compares their batches.
 
         After a checkpoint or an interrupt, ranks may be at different steps.
         """
@@ -331,18 +320,10 @@ class TrainStep(TrainSettings):
         )
         if first or (self.check_every is not None and state.step % self.check_every == 0):
             check_replicas(state, axis)
+            if first:
+                warn_of_equal_batches(batch, axis)
             if compared is not None:
                 compared.add(TrainStep, None)
-
-    def post_update_hook(self, step: int) -> PostUpdateHook | None:
-        """The hook that communicates each bucket of parameters after the optimizer, in step `step`, counted from 0.
-
-        None if ranks don't communicate there, or only after the optimizer has run on all parameters.
-        """
-        if self.overlap != "update" or not self.step.strategy.communicates_after_update(step):
-            return None
-        hook = self.step.strategy.post_update_hook(self.optimizer, step)
-        return hook if hook is None or self.step.reduce_dtype is None else hook.cast(self.step.reduce_dtype)
 
 
 _APART = (
@@ -432,29 +413,6 @@ def train_step(
     return TrainStep(step, optimizer, donate, guard, overlap, has_aux, check_every, trainable, max_skipped)
 
 
-# --- without side effects --------------------------------------------------------------------------------------------
-
-
-def _check_derivative(train: TrainSettings, state: TrainState, batch: Batch) -> None:
-    """Raise if the step is differentiated and the derivative would be incomplete."""
-    parts = state.trained, state.frozen, state.buffers, batch.args, batch.named
-    if not any_derivative([x for x in tree.flatten(parts)[0] if isinstance(x, torch.Tensor)]):
-        return
-    strategy = train.step.strategy
-    if any(isinstance(fn, GivenGradients) for fn in (train.step.fn, getattr(train.step.fn, "fn", None))):
-        what = (
-            'a step with returns="grads" gives gradients whose own derivative is unknown. Let the step return its loss'
-        )
-    elif state.sync_state.leaves and strategy.communicates_besides:
-        what = f"what {type(strategy).__name__} keeps from step to step has no derivative. Use ltx.DDPStrategy()"
-    else:
-        return
-    raise UnsupportedError(
-        f"train_step: the state or the batch of this step is differentiated, and {what}; or, if no derivative is "
-        "wanted, detach them, or call the step under torch.no_grad()."
-    )
-
-
 def _settings(optimizer: Optimizer, guard: Any) -> str:
     """The text of what ranks must have alike: without addresses, devices, and the order of sets and mappings.
 
@@ -464,105 +422,3 @@ def _settings(optimizer: Optimizer, guard: Any) -> str:
     text = f"{optimizer!r}, guard={guard!r}" if own else f"{type(optimizer).__name__}, guard={guard!r}"
     text = re.sub(r"0x[0-9a-f]+|device='[^']*'|index=\d+", "", text)
     return re.sub(r"{([^{}]*)}", lambda found: f"{{{', '.join(sorted(found[1].split(', ')))}}}", text)
-
-
-def _leaf(x: torch.Tensor) -> torch.Tensor:
-    """A new leaf with the value and tangent of `x`, to take gradients with respect to it."""
-    tangent = forward_ad.unpack_dual(x).tangent if private.has_tangents() else None
-    leaf = x.detach().requires_grad_()
-    return leaf if tangent is None else forward_ad.make_dual(leaf, tangent)
-
-
-def _mean_in_graph(key: str, loss: torch.Tensor, step: int, clock: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(mean loss, clock one step later). The sum includes the step's number, which ranks compare."""
-    number = comm.number_in_graph(step, clock).to(loss.device)
-    sums = collectives.psum(torch.cat([loss.double().reshape(1), number, number * number]), key)
-    return (sums[0] / traced_size(key)).to(loss.dtype), comm.count_in_graph(key, step, clock, sums[1], sums[2])
-
-
-def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-    """A step without side effects, for transforms of torch.func (also simulated ranks) and for compiled graphs."""
-    if not traced.recording():
-        state.check_owned()
-        if train.check_every is not None and state.step % train.check_every == 0:
-            check_replicas(state, train.step.axis)
-    strategy, sync = train.step.strategy, state.sync_state
-    if traced.recording():
-        refuse_in_graph(strategy, checks_finite(train), may_raise(train))
-        axis = Axis("data", 1)
-    else:
-        axis = comm.resolve(train.step.axis)
-        strategy.check_axis(axis)
-    info = StepInfo(sync.checked_step(), axis)
-    check_layout(strategy, info.step)
-    if not traced.recording():
-        _check_derivative(train, state, batch)
-    drawn = torch_states() if may_raise(train) else {}
-    stateful = len(sync.leaves) > 0 or strategy.stateful
-    # torch.func treats None as a leaf, and None stands in the places of frozen parameters.
-    flat, spec = tree.flatten(Synced(state.trained, sync) if stateful else state.trained)
-    loss_scale = loss_scale_of(train, state)
-    others: list[Any] = []
-
-    def mean(leaves: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
-        arguments = arguments_of(tree.unflatten(spec, leaves), state.buffers, batch)
-        options = CallOptions(step=info.step, frozen=state.frozen, flat=None if stateful else (leaves, spec))
-        run = train.step.run(arguments, batch.named, options)
-        loss, buffers, aux = outputs_of(run, state.buffers, train.has_aux, detached=False)
-        if isinstance(loss, Weighted):
-            check_weighted(strategy, info.step)
-        value = run._replace(output=loss).value()
-        # torch.func accepts only tensors as aux.
-        rest, structure = tree.flatten((buffers, aux))
-        others[:] = [structure, isinstance(loss, Weighted), [None if isinstance(x, torch.Tensor) else x for x in rest]]
-        tensors = [value, *(x for x in rest if isinstance(x, torch.Tensor))]
-        return value if loss_scale is None else value * loss_scale, tensors
-
-    pending = strategy.begin(state.trained, sync.leaves, info, None)
-    if traced.recording() or private.in_transform():
-        flat_grads, (_, (loss, *tensors)) = own_grad_and_value(mean, has_aux=True)(flat)
-    else:  # under plain autograd, a user of the step may differentiate with respect to its batch
-        with torch.enable_grad():
-            inputs = [x.view_as(x) if x.requires_grad else _leaf(x) for x in flat]
-            calls = Calls()
-            with calls.recorded():
-                total, (loss, *tensors) = mean(inputs)
-            with calls.in_pass():
-                flat_grads = torch.autograd.grad(
-                    total, inputs, create_graph=True, allow_unused=True, materialize_grads=True
-                )
-    grads = tree.unflatten(spec, flat_grads)
-    structure, weighted, rest = others
-    aux_tensors = iter(tensors)
-    buffers, aux = tree.unflatten(structure, [next(aux_tensors) if x is None else x for x in rest])
-    hook, clock = None if traced.recording() else strategy.hook(info.step), sync.clock + 1
-    if torch.compiler.is_compiling() and traced_processes(key := prepare_trace(train.step.axis)):
-        mean_loss, clock = _mean_in_graph(key, loss, info.step, sync.clock)
-        loss = loss if weighted else mean_loss
-    elif not weighted and (traced.recording() or hook is not None):
-        loss = collectives.pmean(loss, train.step.axis if hook is None else hook.within(axis) or train.step.axis)
-    states = grads.sync_state.leaves if stateful else sync.leaves
-    grads = grads.params if stateful else grads
-    if loss_scale is not None:
-        inverse = 1 / loss_scale
-        grads = tree.map(lambda g: (g * inverse).to(g.dtype), grads)
-    finite = all_finite(train, tree.flatten(tree.detached(grads))[0], info) if checks_finite(train) else None
-    if isinstance(finite, torch.Tensor) and should_raise(train, state) and not bool(plain_values(finite).all()):
-        raise not_finite_error(train, state, batch, info, tree.flatten(grads)[0], drawn, loss_scale)
-    states, buffers = kept_if_skipped(train, finite, state, states, buffers)
-    update = Update(train.optimizer, state.trained, grads, with_loss(state.opt_state, loss), finite=finite)
-    updated = check_updated(strategy, strategy.update(update, states, info, pending), update, states)
-    if updated.pending is not None:
-        raise UnsupportedError(
-            f"{strategy!r} leaves work under way between two steps, which transforms can't carry. It has to complete "
-            "within a step there."
-        )
-    if traced.recording():  # a step number in the structure would make every step compile anew
-        next_sync = SyncState(updated.states, sync.uses, clock, sync.step)
-    else:
-        next_sync = sync.advanced(updated.states)
-    following, metrics = next_state(train, state, updated, buffers, next_sync, Metrics(loss, aux), finite)
-    if not traced.recording() and state.module is not None and not private.in_transform():
-        following.__dict__["module"] = state.module
-        state.module.show(following)
-    return following, metrics

@@ -56,15 +56,17 @@ def _is_kept(leaf: torch.Tensor, fn: Any) -> bool:
     return isinstance(leaf, nn.Parameter) or any(x is leaf for x in (*reached_from(fn), *kept))
 
 
-def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0, to_given: bool = False) -> None:
+def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0, to_given: bool = False) -> list[torch.Tensor]:
     """Raise if `outputs` of `fn` depend on parameters that aren't among `given`, the arguments of the call.
+
+    Returns :func:`own_leaves`.
 
     Buffers of modules that require gradients count too, unless derivatives are taken only with respect to `given`. Each
     function is checked once, and again if a call makes another number of nodes, `made`. The check is for plain
     autograd: torch.func differentiates only arguments.
     """
     if _looked_at.has(fn, made):
-        return
+        return []
     known, buffers = tree.flatten(given)[0], [b for m in modules_of(fn) for b in m.buffers()] if to_given else []
     variable = captured(fn, tree.flatten(outputs)[0], [*known, *buffers])
     if variable is not None:
@@ -74,7 +76,47 @@ def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0, to_given
             "dict(module.named_parameters()) and ltx.functional_call(module, params, inputs) inside the step. "
             "If it is meant to be frozen, call requires_grad_(False) on it."
         )
-    _looked_at.add(fn, made)
+    if not (own := own_leaves(fn, outputs, given, made)):
+        _looked_at.add(fn, made)
+    return own
+
+
+_without_own = Seen(forgets=True)
+
+
+def own_leaves(fn: Any, outputs: Tree, given: Tree, made: int = 0) -> list[torch.Tensor]:
+    """The tensors that `fn` has made to which an autograd.Function leads, and to none of the `given` ones.
+
+    Autograd goes to what it is asked for. A reversible layer with a dummy argument, whose backward pass brings the
+    gradients of parameters by itself, is only called if the dummy's gradient is asked for too.
+    """
+    if _without_own.has(fn, made):
+        return []
+    wanted = [x for x in tree.flatten(given)[0] if isinstance(x, torch.Tensor)]
+    ids, leading = {*map(id, wanted)}, [x.grad_fn for x in wanted if x.grad_fn is not None]
+    queue = [x.grad_fn for x in tree.flatten(outputs)[0] if isinstance(x, torch.Tensor) and x.grad_fn is not None]
+    users: dict[Any, list[Any]] = {node: [] for node in queue}
+    for node in queue:  # the loops append to what they go through
+        if id(getattr(node, "variable", None)) in ids:
+            leading.append(node)
+        for following in (n for n, _ in node.next_functions if n is not None):
+            if following not in users:
+                users[following] = []
+                queue.append(following)
+            users[following].append(node)
+    leads = set(leading)
+    for node in leading:
+        leading += (new := {*users.get(node, ())} - leads)
+        leads |= new
+    own = dict[int, torch.Tensor]()
+    queue = [node for node in queue if hasattr(node, "_forward_cls") and node not in leads]
+    for node in queue:
+        if (leaf := getattr(node, "variable", None)) is not None:
+            own[id(leaf)] = leaf
+        queue.extend(n for n, _ in node.next_functions if n is not None)
+    if not own:
+        _without_own.add(fn, made)
+    return [*own.values()]
 
 
 def closes_over_variables(fn: Any, outputs: Tree, given: Tree, made: int) -> bool:

@@ -68,10 +68,9 @@ def digests_by_rank(
 ) -> list[list[str]]:
     """Each rank's digests of `leaves`, "" for a leaf that ranks share; equal digests mean that no leaf differs."""
     paths, tensors = [path for path, _ in leaves], [leaf for _, leaf in leaves]
-    apart = [axis.ranks.may_differ(x) for x in tensors]
     return axis.ranks.by_rank(
         signature or comm.Signature.of("check_replicas", paths, tensors),
-        lambda mine: [digest(values(x)) if differs else "" for x, differs in zip(mine, apart, strict=True)],
+        lambda mine, apart: [digest(values(x)) if differs else "" for x, differs in zip(mine, apart, strict=True)],
         tensors,
     )
 
@@ -165,7 +164,7 @@ def check_in_debug(axis: Axis, params: Tree) -> None:
         path, mine = differ[0]
         said = comm.Signature(f"the difference in leaf {path!r}", ())
         first = axis.ranks.of_first(said, values, mine)
-        texts = axis.ranks.by_rank(said, lambda xs: _difference(values(xs[0]), first), [mine])
+        texts = axis.ranks.by_rank(said, lambda xs, _: _difference(values(xs[0]), first), [mine])
     told, names = {rank: text for rank, text in enumerate(texts) if text}, [name for name, _ in differ]
     where = f" This is the step called at {caller()}." if axis.ranks.overlaps else ""
     more = f" {len(names)} leaves differ: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}."

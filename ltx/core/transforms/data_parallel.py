@@ -6,7 +6,7 @@ arguments: the gradient with respect to a replicated argument is reduced over th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
 from typing import Any, Literal, overload
@@ -15,11 +15,13 @@ import torch
 
 from ltx.core import comm
 from ltx.core.base import private, traced, tree
+from ltx.core.base.arguments import checked
 from ltx.core.base.errors import StepError, SyncStateError
 from ltx.core.collectives.linear import at_places
+from ltx.core.gradients.comm_hook import shared_part
 from ltx.core.gradients.planning import in_step
 from ltx.core.transforms import plain_autograd
-from ltx.core.transforms.closure_check import TracedValueError, look_at_modules, refuse_captured
+from ltx.core.transforms.closure_check import TracedValueError, look_at_modules, own_leaves, refuse_captured
 from ltx.core.transforms.compare import check_in_debug, check_params_once
 from ltx.core.transforms.functional_call import keep, tensors_in_place
 from ltx.core.transforms.marking import mark, mark_again, mark_in_graph, sync_gradients
@@ -30,9 +32,10 @@ from ltx.core.transforms.run import (
     StepSettings,
     averaged,
     reaching,
+    refuse_backward,
     refuse_gradients,
 )
-from ltx.core.transforms.strategy import Strategy, default_strategy
+from ltx.core.transforms.strategy import Strategy, default_strategy, stateful
 from ltx.core.transforms.sync_state import Synced, SyncState, check_state
 from ltx.typing import Step, Tree
 
@@ -104,12 +107,13 @@ class DataParallel(StepSettings):
             training, step = step is not None, counted if step is None else step
             hook, axis = self.hook(step, training), comm.resolve(self.axis)
             marked = mark(self, params, leaves, spec, sync_state, axis, hook, step, options)
-            local, within = hook is None, None if hook is None else hook.within(axis)
+            local, within = hook is None, None if hook is None else shared_part(hook, axis)
         given = params if marked.as_given else tree.unflatten(spec, marked.leaves)
         if options.frozen is not None:
             given = tree.filled(given, options.frozen)
         places, values = ([self.argnums], [given]) if isinstance(self.argnums, int) else (self.argnums, given)
         args = tuple(at_places(args, places, values))
+        own: Sequence[torch.Tensor] = ()
         if recorded:
             output = self.fn(*args, **kwargs)
         else:
@@ -121,15 +125,19 @@ class DataParallel(StepSettings):
                         output = self.fn(*args, **kwargs)
                 finally:
                     in_step.reset(token)
-                # side effects; a train step of one rank has no schedule, and is checked once
-                if (marked.schedule or (first and options.deferred)) and not private.in_transform():
+                if not private.in_transform():  # side effects
                     held, made = (marked.leaves, args, kwargs), private.nodes_made() - before
-                    refuse_captured(self.fn, output, held, made, options.deferred)
+                    if marked.schedule or (first and options.deferred):  # a train step of one rank has no schedule
+                        own = refuse_captured(self.fn, output, held, made, options.deferred)
+                    else:
+                        own = own_leaves(self.fn, output, held, made)
+        if options.deferred and not options.step:
+            refuse_backward(leaves, marked.inputs and marked.schedule)
         refuse_gradients(output, leaves, spec)
         if marked.inputs is not None and options.step is None:
             output = reaching(output, marked.leaves)
         mean = self.outputs == "mean" and not self.blocked
-        return Run(marked.tied(output), self.axis, marked.schedule, mean, local, within, marked.inputs)
+        return Run(marked.tied(output), self.axis, marked.schedule, mean, local, within, marked.inputs, own)
 
     def params_of(self, args: tuple[Any, ...]) -> tuple[Tree, SyncState | None]:
         """The parameters among the arguments of a call, and the communication state that came with them."""
@@ -151,7 +159,7 @@ class DataParallel(StepSettings):
     def _params_of(self, args: tuple[Any, ...]) -> tuple[Tree, SyncState | None]:
         params, state = self.params_of(args)
         bare = state is None and isinstance(self.argnums, int)
-        if bare and not self.blocked and not traced.recording() and self.strategy.stateful:
+        if bare and not self.blocked and not traced.recording() and stateful(self.strategy):
             raise SyncStateError(
                 f"{self.strategy!r} has communication state, but the step was given bare parameters. Use "
                 "ltx.grad_and_value(step)(params, batch, sync_state=step.init(params)), ltx.train_step, or "
@@ -166,7 +174,7 @@ class DataParallel(StepSettings):
         check_in_debug(axis, params)
         leaves, structure = tree.flatten(params)
         key = structure, tuple((x.shape, x.dtype) for x in leaves if isinstance(x, torch.Tensor))
-        check_params_once(hook.within(axis) or axis, params, self.fn, key, None)
+        check_params_once(shared_part(hook, axis) or axis, params, self.fn, key, None)
 
     def _reduce_returned(self, output: Any) -> Any:
         if self.blocked:
@@ -202,6 +210,7 @@ def data_parallel(
 ) -> Callable[[Step], DataParallel]: ...
 
 
+@checked()
 def data_parallel(
     step_fn: Step | None = None,
     strategy: Strategy | None = None,

@@ -269,7 +269,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     copied = tensor.clone()
     if private.in_transform():
         for axis in axes_in_scope():
-            if (index := axis.ranks.batch_index(axis.size)) is not None:
+            if (index := axis.batch_index) is not None:
                 copied = torch.where(index >= 0, copied, copied)
     return copied
 

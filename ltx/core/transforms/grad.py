@@ -26,8 +26,8 @@ from ltx.core.transforms.closure_check import closes_over_variables, first_hooke
 from ltx.core.transforms.data_parallel import DataParallel
 from ltx.core.transforms.functional_call import Calls, own_grad_and_value
 from ltx.core.transforms.marking import marks_on_wire
-from ltx.core.transforms.plain_autograd import gradients, warn_of_own_leaves
-from ltx.core.transforms.run import CallOptions
+from ltx.core.transforms.plain_autograd import gradients
+from ltx.core.transforms.run import CallOptions, refuse_backward
 from ltx.core.transforms.sync_state import Synced, SyncState, check_state, states_after
 from ltx.typing import Step, Tree
 
@@ -87,7 +87,7 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
                 if marks_on_wire(step, _hook_now(step, sync_state), axis):
                     return _by_plain_autograd(step, argnums, (leaves, spec), args, kwargs, sync_state, checked_output)
                 if axis.size == 1 and not axis.ranks.levels and sync_state is None:
-                    return _alone(scalar, argnums, args, kwargs, step.fn)
+                    return _alone(step, argnums, args, kwargs, checked_output)
         if sync_state is None:
             return _by_torch_func(scalar, numbers, isinstance(argnums, int), has_aux, args, kwargs)
         if not isinstance(argnums, int):
@@ -186,9 +186,7 @@ def _by_plain_autograd(
         loss = output[0] if isinstance(output, tuple) else output
         # If no operation connects the loss to the markers, it has no gradient.
         with calls.in_pass():
-            schedule.backward([loss] if loss.requires_grad else [], run.inputs)
-        if schedule.incomplete:
-            warn_of_own_leaves([loss], run.inputs)
+            schedule.backward([loss] if loss.requires_grad else [], run.inputs, own=run.own)
         with torch.no_grad():
             for bucket, reduced in schedule.wait_buckets():
                 grads.update(zip(bucket.members, schedule.unpack(bucket, reduced), strict=True))
@@ -211,8 +209,14 @@ def _apart(output: Tree) -> Tree:
     return tree.map(lambda x: x.clone() if isinstance(x, torch.Tensor) and x.ndim == 0 else x, output)
 
 
-def _alone(scalar: Callable[..., Any], argnum: int, args: tuple[Any, ...], kwargs: dict[str, Any], fn: Step) -> Any:
-    """The result of :func:`grad_and_value`'s function by plain autograd, for the step `fn` of one rank.
+def _alone(
+    step: DataParallel,
+    argnum: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    checked_output: Callable[[Any], Any],
+) -> Any:
+    """The result of :func:`grad_and_value`'s function by plain autograd, for a step of one rank.
 
     It may use what torch.func has no rules for, as it may on several ranks.
     """
@@ -222,11 +226,13 @@ def _alone(scalar: Callable[..., Any], argnum: int, args: tuple[Any, ...], kwarg
     with torch.enable_grad(), calls.recorded():
         filled = at_places(args, [argnum], [tree.unflatten(spec, inputs)])
         before = private.nodes_made()
-        output = scalar(*filled, **kwargs)
+        run = step.run(tuple(filled), kwargs)
+        output = checked_output(run.value())
+        refuse_backward(inputs)
         total = output[0] if isinstance(output, tuple) else output
-        closes = closes_over_variables(fn, output, filled, private.nodes_made() - before)
+        closes = closes_over_variables(step.fn, output, filled, private.nodes_made() - before)
     with calls.in_pass():
-        grads = tree.unflatten(spec, gradients(total, inputs, closes))
+        grads = tree.unflatten(spec, gradients(total, inputs, closes, run.own))
     with torch.set_grad_enabled(closes and torch.is_grad_enabled()):
         value = _apart(output)
     return grads, value if closes else tree.detached(value)

@@ -23,7 +23,7 @@ from ltx.core.collectives.calls import check_dense, check_sums
 from ltx.core.collectives.linear import at_places
 from ltx.core.collectives.psum import is_sparse, psum_sparse, split_sparse
 from ltx.core.gradients import marker
-from ltx.core.gradients.comm_hook import AllReduce, CommHook, states_of
+from ltx.core.gradients.comm_hook import AllReduce, CommHook, counts_as, shared_part, stateful_hook, states_of
 from ltx.core.gradients.marker import reduce_gradients
 from ltx.core.gradients.pending import ProcessSchedule, schedule_for
 from ltx.core.gradients.planning import (
@@ -41,7 +41,7 @@ from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import Alone
 from ltx.core.transforms.compare import check_in_debug, check_leaves, check_params_once, digest, hash_of, values
 from ltx.core.transforms.run import CallOptions, Marked, StepSettings
-from ltx.core.transforms.strategy import Strategy, default_strategy, in_dtype
+from ltx.core.transforms.strategy import Strategy, constant_hook, default_strategy, in_dtype, stateful
 from ltx.core.transforms.strategy_update import PostUpdateHook
 from ltx.core.transforms.sync_state import SyncState, check_state, kept_beside, states_of_leaves
 from ltx.typing import Tree
@@ -62,14 +62,14 @@ def prepare_trace(
     in :func:`in_dtype`.
     """
     found = comm.resolve(axis)
-    hook = None if blocked else in_dtype(strategy.hook_in_graph(step), dtype)
+    hook = None if blocked else in_dtype(constant_hook(strategy, step), dtype)
     if hook is None and with_state:
         raise UnsupportedError(
             "in a compiled graph a step whose gradients stay local takes bare parameters, not ltx.Synced."
         )
     if hook is None:
         return "", ()
-    if hook.stateful and not with_state:
+    if stateful_hook(hook) and not with_state:
         raise SyncStateError(
             f"{strategy!r} has communication state, but was given bare parameters. Use ltx.Synced(params, state) or "
             "ltx.grad_and_value(step)(params, batch, sync_state=state); ltx.sync_gradients can't be compiled with it."
@@ -138,7 +138,7 @@ def marks_on_wire(step_fn: StepSettings, hook: CommHook | None, axis: Axis) -> b
 
 
 def _marks_nothing(step_fn: StepSettings, hook: CommHook | None, axis: Axis) -> bool:
-    return step_fn.blocked or hook is None or (axis.size == 1 and hook.exact and not hook.stateful)
+    return step_fn.blocked or hook is None or (axis.size == 1 and hook.exact and not stateful_hook(hook))
 
 
 def mark(
@@ -191,7 +191,7 @@ def mark(
         spec,
     )
     # Ranks that share gradients start from equal parameters; ranks that communicate after the update needn't.
-    sharing = hook.within(axis) or axis
+    sharing = shared_part(hook, axis) or axis
     if step_fn.strategy.layout.params == "replicated" or not isinstance(hook, PostUpdateHook):
         check_in_debug(sharing, params)
         if options.step is None:  # a train step compares its whole state
@@ -394,8 +394,8 @@ def _with_sparse(grads: Tree, strategy: Strategy, state: SyncState | None, axis:
     require("sparse, hook", hook, f"sync_gradients: leaf {tree.leaf_paths(sparse)[0]!r}, which is sparse,")
     if hook is not None:
         found = comm.resolve(axis)
-        among = hook.within(found) or found
-        factor = hook.derivative_scale(among.size)
+        among = shared_part(hook, found) or found
+        factor = counts_as(hook, among.size)
         counted, whole = _differentiable(sparse), _differentiable(grads)
         means = tree.map(lambda x: x * factor, psum_sparse("sync_gradients", whole, counted, among))
         sparse = tree.filled(means, sparse)
@@ -420,8 +420,8 @@ def _reduce(
     hook = strategy.hook(step)
     if hook is None or not grads:
         return grads, None if state is None else state.advanced()
-    if state is None and strategy.stateful:
-        whose = hook if hook.stateful else strategy
+    if state is None and stateful(strategy):
+        whose = hook if stateful_hook(hook) else strategy
         raise SyncStateError(
             f"{whose!r} has communication state: pass sync_state=step.init(params) and keep what comes back."
         )

@@ -11,7 +11,6 @@ parameters that are differentiated, or a step that closes over a differentiated 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from operator import attrgetter
@@ -21,7 +20,7 @@ import torch
 
 from ltx.core import comm
 from ltx.core.base import private, traced, tree
-from ltx.core.base.errors import StepError, UnsupportedError, UnusedParameterWarning
+from ltx.core.base.errors import StepError, UnsupportedError
 from ltx.core.collectives.linear import Function, at_places
 from ltx.core.gradients.marker import can_raise_priority
 from ltx.core.gradients.planning import in_step, tracked
@@ -33,42 +32,25 @@ from ltx.core.transforms.run import CallOptions
 from ltx.core.transforms.sync_state import Synced
 
 
-def gradients(total: torch.Tensor, leaves: Sequence[torch.Tensor], again: bool = False) -> list[torch.Tensor]:
+def gradients(
+    total: torch.Tensor, leaves: Sequence[torch.Tensor], again: bool = False, own: Sequence[torch.Tensor] = ()
+) -> list[torch.Tensor]:
     """The gradients of `total` with respect to new `leaves`, by plain autograd; zeros where `total` doesn't use one.
 
-    `again`: they may be differentiated.
+    `again`: they may be differentiated. `own`: as in :class:`ltx.core.transforms.run.Run`.
     """
     if not total.requires_grad:
         return [torch.zeros_like(x) for x in leaves]
-    found = torch.autograd.grad(total, leaves, create_graph=again, allow_unused=True)
-    # A Function may have called backward() itself (reversible layers).
-    grads = [g if x.grad is None else x.grad if g is None else g + x.grad for g, x in zip(found, leaves, strict=True)]
-    if type(None) in map(type, grads):
-        warn_of_own_leaves([total], leaves)
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves, strict=True)]
+    found = torch.autograd.grad(total, [*leaves, *own], create_graph=again, allow_unused=True)
+    return [*map(_with_own, leaves, found)]
 
 
-def warn_of_own_leaves(totals: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
-    """Warn of Functions in the graph of `totals` to which the backward pass towards `leaves` doesn't come.
-
-    They lead to nothing but tensors that the step has made: a reversible layer with a dummy argument, say, whose
-    backward pass brings the gradients of the parameters by itself.
-    """
-    queue: list[Any] = [x.grad_fn for x in totals if x.grad_fn is not None]
-    wanted, seen = {*map(id, leaves)}, set[Any]()
-    for node in queue:  # the loop appends to the queue
-        ends = [following for following, _ in node.next_functions if following is not None]
-        own = [getattr(end, "variable", None) for end in ends]
-        if hasattr(node, "_forward_cls") and own and not any(x is None or id(x) in wanted for x in own):
-            warnings.warn(
-                f"{node._forward_cls.__name__} leads to nothing but tensors that the step has made: the backward pass "
-                "doesn't come to it, and what it would compute for parameters is lost. Give it one of the parameters "
-                "as an argument.",
-                UnusedParameterWarning,
-                stacklevel=2,
-            )
-        queue.extend({*ends} - seen)
-        seen.update(ends)
+def _with_own(leaf: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
+    """A leaf's gradient, with what a Function has brought that called backward() itself (reversible layers)."""
+    brought, leaf.grad = leaf.grad, None
+    if grad is None:
+        return torch.zeros_like(leaf) if brought is None else brought
+    return grad if brought is None else grad + brought
 
 
 class Call:
@@ -96,7 +78,7 @@ class Call:
         with comm.span("forward"), plain, torch.enable_grad(), allowed, watched, self.calls.recorded():
             run = step.run(args, kwargs, CallOptions(deferred=self._may_defer(args)))
             outputs, spec = tree.flatten(run.value())
-        self._schedule, self._inputs = run.schedule, run.inputs
+        self._schedule, self._inputs, self._own = run.schedule, run.inputs, run.own
         found = [(i, x) for i, x in enumerate(outputs) if isinstance(x, torch.Tensor)]
         self._differentiable = [i for i, x in found if x.requires_grad]
         if self._inputs is not None and not self._differentiable:  # the rank takes part, as its peers wait for it
@@ -130,10 +112,9 @@ class Call:
 
         def pull(*one: torch.Tensor) -> tuple[torch.Tensor, ...]:
             with comm.nested_run():
-                found = torch.autograd.grad(self.outputs, wanted, one, retain_graph=True, allow_unused=True)
-                if type(None) in map(type, found) or getattr(self._schedule, "incomplete", False):
-                    warn_of_own_leaves(self.outputs, wanted)
-                return tuple(torch.zeros_like(x) if g is None else g for g, x in zip(found, wanted, strict=True))
+                asked = [*wanted, *self._own]
+                found = torch.autograd.grad(self.outputs, asked, one, retain_graph=True, allow_unused=True)
+                return tuple(map(_with_own, wanted, found))
 
         with torch.inference_mode(False), checkpoints_allowed(), self.calls.in_pass():
             if self._inputs is not None:
@@ -152,9 +133,7 @@ class Call:
             with comm.nested_run(), torch.no_grad():
                 schedule.send_summary()
                 reached = [(x, c) for x, c in zip(self.outputs, cotangents, strict=True) if x.requires_grad]
-                schedule.backward([x for x, _ in reached], inputs, [c for _, c in reached], again=True)
-                if schedule.incomplete:
-                    warn_of_own_leaves(self.outputs, inputs)
+                schedule.backward([x for x, _ in reached], inputs, [c for _, c in reached], True, self._own)
                 for bucket, reduced in schedule.wait_buckets():
                     grads.update(zip(bucket.members, schedule.unpack(bucket, reduced), strict=True))
                 schedule.finish()

@@ -98,6 +98,11 @@ class StepSettings(Readable):
         check_fields(self, StepError, "argnums")
         if not callable(self.fn):
             raise StepError(f"data_parallel wraps a function, got {type(self.fn).__name__}.")
+        if isinstance(self.fn, torch.nn.Module) and next(self.fn.parameters(), None) is not None:
+            raise StepError(
+                f"data_parallel wraps a step, (params, *batch) -> loss, got the module {type(self.fn).__name__}. "
+                "Call it in a step, ltx.functional_call(model, params, (x,)), with the params of train.init(model)."
+            )
         if isinstance(self.fn, StepSettings):
             raise StepError(
                 "this step is already data parallel, and would be averaged twice. Use dataclasses.replace(step, "
@@ -215,6 +220,8 @@ class Run(NamedTuple):
     local: bool  # whether gradients stay local in this step, so that a Weighted's mean is this rank's too
     within: Axis | None  # the part of the axis whose ranks share gradients, if not all ranks do
     inputs: list[torch.Tensor] | None  # as in :class:`Marked`
+    #: Leaves that the step has made: a backward pass is asked for their gradients too (closure_check.own_leaves).
+    own: Sequence[torch.Tensor] = ()
 
     def value(self) -> Any:
         """The value that the caller of the step gets."""
@@ -242,6 +249,15 @@ class Run(NamedTuple):
                 whose = "this rank's weight is 0" if self.local else f"the weights of all ranks{of} add up to 0"
                 raise no_mean(f"Weighted: {whose}", odd=fault == 2)
         return total / weight
+
+
+def refuse_backward(inputs: Sequence[torch.Tensor], schedule: Any = None) -> None:
+    """Raise if a step's own backward pass came to `inputs`, made for this call, or to the markers of `schedule`."""
+    if schedule.early if schedule else any(x.grad is not None for x in inputs):
+        raise StepError(
+            "the step has called .backward() itself, so its gradients would count twice. Return the loss: ltx.grad and "
+            "ltx.train_step differentiate it. For a gradient inside of a step (penalties) use torch.autograd.grad."
+        )
 
 
 def refuse_gradients(output: Any, leaves: list[torch.Tensor], spec: Any) -> None:

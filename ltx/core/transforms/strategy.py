@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any, TypeVar, cast
 
 import torch
 
-from ltx.core.base import tree
+from ltx.core.base import traced, tree
 from ltx.core.base.arguments import Offering, follows
 from ltx.core.base.handed_in import HandedIn
 from ltx.core.base.needs import require
-from ltx.core.gradients.comm_hook import CommHook, unchanging
+from ltx.core.gradients.comm_hook import CommHook, shared_part, stateful_hook
 from ltx.core.gradients.exchange import Exchange
 from ltx.core.gradients.planning import BucketSettings, Plan, make_plan
 from ltx.core.gradients.reduction import LeafState
@@ -23,19 +23,24 @@ from ltx.core.transforms.strategy_update import PostUpdateHook, StateLayout, Sta
 from ltx.typing import Tree
 
 T = TypeVar("T")
+H = TypeVar("H", bound=CommHook | None)
 #: A property of the step that comes after the given number of steps.
 OfStep = Callable[[int], T]
 
 
-@lru_cache(maxsize=64)
-def _has_state(strategy: Strategy) -> bool:
-    hook = strategy.hook(0)
-    counts = strategy.constant_after != 0 or (hook is not None and hook.stateful)
-    return counts or bool(strategy.init(torch.zeros(1, device="cpu")))
-
-
 def _has_own(strategy: Strategy, *methods: str) -> bool:
     return any(getattr(type(strategy), method) is not getattr(Strategy, method) for method in methods)
+
+
+#: What strategies were asked before, and what says it now.
+GONE = {
+    **dict.fromkeys(("check_axis", "check_optimizer"), "check(optimizer, axis)"),
+    **dict.fromkeys(("constant_after", "stateful"), "cycle, from whose first step on hook(step) stays the same"),
+    "hook_in_graph": "hook(step) and cycle",
+    "needs_whole": "post_update_hook(step), whose hook says needs_whole",
+    "shares_gradients": "the hook of hook_in_training(step), which says whether all ranks get the same, alike",
+    "takes_complex": "an error that init_optimizer raises",
+}
 
 
 @dataclass(frozen=True)
@@ -44,17 +49,10 @@ class StrategyOffers:
 
     Attributes:
         layout: for each part of a train state, whether it is the same on all ranks.
-        stateful: a step needs communication state, even if only for the count of steps.
-        needs_whole: the communication after the update needs whole parameters, as ``HookOffers.needs_whole`` says.
-        takes_complex: the strategy trains complex parameters too.
-        constant_after: the number of steps after which ``hook(step)`` stays the same; None if it keeps changing. From
-            then on, compiled graphs can hold the hook.
-        cycle: (first, length): from step `first` on, what a step sends repeats every `length` steps.
-            :func:`ltx.profile.compare` times that many at a time.
-        hook_in_graph: ``hook(step)`` for a compiled graph that is traced at step `step` and runs at later steps; raises
-            if the hook changes.
+        cycle: (first, length): from step `first` on, what a step sends repeats every `length` steps; None if it doesn't
+            repeat. From `first` on, compiled graphs can hold the hook, if it is the same at each step of the cycle.
+            :func:`ltx.profile.compare` times that many steps at a time.
         hook_in_training: ``hook(step)`` in a train step, where only ``update`` sees the gradients.
-        shares_gradients: whether ``update`` gets the same gradients on every rank.
         communicates_after_update: whether ``update`` communicates after the optimizer. The optimizer then doesn't
             update in place, so that a step in which a peer fails doesn't change its state.
         communicates_besides: a training step communicates more than gradients.
@@ -62,25 +60,17 @@ class StrategyOffers:
     """
 
     layout: StateLayout = StateLayout()
-    stateful: bool = follows(_has_state)
-    needs_whole: bool = False
-    takes_complex: bool = True
-    constant_after: int | None = follows(
-        lambda strategy: getattr(strategy.hook(0), "constant_after", 0)
-    )  # 0 without a hook
-    cycle: tuple[int, int] = follows(lambda strategy: (strategy.constant_after or 0, 1))
-    hook_in_graph: OfStep[CommHook | None] = follows(lambda strategy: partial(constant_hook, strategy))
-    hook_in_training: OfStep[CommHook | None] = follows(lambda strategy: strategy.hook)
-    shares_gradients: OfStep[bool] = follows(
-        lambda strategy: lambda n: getattr(strategy.hook_in_training(n), "alike", False)
+    cycle: tuple[int, int] | None = follows(
+        lambda strategy: None if (last := getattr(strategy.hook(0), "constant_after", 0)) is None else (last, 1)
     )
+    hook_in_training: OfStep[CommHook | None] = follows(lambda strategy: strategy.hook)
     communicates_after_update: OfStep[bool] = follows(lambda strategy: lambda n: _has_own(strategy, "after_update"))
     communicates_besides: bool = follows(lambda strategy: _has_own(strategy, "begin", "update", "after_update"))
     updates_in_buckets: bool = follows(lambda strategy: not _has_own(strategy, "update"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Strategy(Offering[StrategyOffers], BucketSettings, kind=StrategyOffers):
+class Strategy(Offering[StrategyOffers], BucketSettings, kind=StrategyOffers, gone=GONE):
     """How ranks communicate in a training step.
 
     A strategy is immutable: it compares, hashes, pickles, prints, and is changed with ``dataclasses.replace``. Its
@@ -105,14 +95,15 @@ class Strategy(Offering[StrategyOffers], BucketSettings, kind=StrategyOffers):
     def init(self, param: Any, path: str = "") -> LeafState:
         """The state of the parameter at `path`: that of the hook, and the strategy's own under other names."""
         hook = self.hook(0)
-        return hook.init(param, path) if hook is not None else {}
+        return hook.init(param, path) if hook is not None and hook.state_names else {}
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise :class:`ltx.errors.StrategyError` if it can't train with `optimizer`: one for another strategy."""
-        require("own strategy, optimizer", optimizer, type(self).__name__)
+    def check(self, optimizer: Optimizer, axis: Axis | None = None) -> None:
+        """Raise :class:`ltx.errors.StrategyError` if it can't train with `optimizer`, or on this number of ranks.
 
-    def check_axis(self, axis: Axis) -> None:
-        """Raise :class:`ltx.errors.StrategyError` unless this strategy works on the axis' number of ranks."""
+        `axis`: None when a train step is made, which may be before there is a world.
+        """
+        names = [cls.__name__ for cls in type(self).__mro__]
+        require("own strategy, optimizer", optimizer, names[0], *names)
 
     def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Tree:
         """The optimizer's state before the first step."""
@@ -144,7 +135,7 @@ class Strategy(Offering[StrategyOffers], BucketSettings, kind=StrategyOffers):
         """Wait for the communication that is `pending` between two steps. All ranks do it together."""
         return params, states
 
-    def post_update_hook(self, optimizer: Optimizer, step: int) -> PostUpdateHook | None:
+    def post_update_hook(self, step: int) -> PostUpdateHook | None:
         """The hook that communicates parameters after the optimizer, if buckets needn't wait for each other there.
 
         With ``overlap="update"`` the step runs this hook instead of :meth:`update`. None: :meth:`update` is used.
@@ -208,9 +199,37 @@ def negotiate(
     )
 
 
+# --- what follows from a strategy's members ---------------------------------------------------------------------------
+
+
+def constant_after(strategy: Strategy) -> int | None:
+    """The number of steps after which ``hook(step)`` stays the same; None if it keeps changing."""
+    first, length = strategy.cycle or (None, 0)
+    return None if first is None or len({*map(strategy.hook, range(first, first + length))}) > 1 else first
+
+
+@traced.at_trace_time
+def stateful(strategy: Strategy) -> bool:
+    """Whether a step needs communication state, even if only for the count of steps."""
+    return _stateful(strategy)
+
+
+@lru_cache(maxsize=64)
+def _stateful(strategy: Strategy) -> bool:
+    hook = strategy.hook(0)
+    counts = constant_after(strategy) != 0 or (hook is not None and stateful_hook(hook))
+    return counts or bool(strategy.init(torch.zeros(1, device="cpu")))
+
+
+def shares_gradients(strategy: Strategy, step: int, axis: Axis | None = None) -> bool:
+    """Whether ``update`` gets the same gradients on every rank that shares some, or on all ranks of `axis`."""
+    hook = strategy.hook_in_training(step)
+    return hook is not None and hook.alike and (axis is None or shared_part(hook, axis) is None)
+
+
 def steps_ahead(strategy: Strategy) -> tuple[int, ...]:
     """The steps whose hooks are checked before training: the first, and a whole cycle."""
-    first, length = strategy.cycle
+    first, length = strategy.cycle or (0, 1)
     return (0, *range(first, first + length))
 
 
@@ -220,9 +239,12 @@ def hooks_ahead(strategy: Strategy) -> tuple[CommHook | None, ...]:
 
 def constant_hook(strategy: Strategy, step: int) -> CommHook | None:
     """The hook for a graph that is compiled at `step` and runs at all later steps. Raises if the hook changes."""
-    require("graph, hook or strategy", strategy, f"a graph that is compiled at step {step}", step)
-    hook = strategy.hook(step)
-    return None if hook is None else unchanging(hook, step)
+    who, hook = f"a graph that is compiled at step {step}", strategy.hook(step)
+    require("graph, hook or strategy", strategy, who, step, constant_after(strategy))
+    if hook is None:
+        return None
+    require("graph, hook or strategy", hook, who, step, hook.constant_after)
+    return hook.at(step)
 
 
 def default_strategy() -> Strategy:
@@ -230,6 +252,6 @@ def default_strategy() -> Strategy:
     return strategy
 
 
-def in_dtype(hook: CommHook | None, dtype: torch.dtype | None) -> CommHook | None:
+def in_dtype(hook: H, dtype: torch.dtype | None) -> H:
     """`hook`, whose sums are taken in `dtype`."""
-    return hook if hook is None or dtype is None else HandedIn.hooks.cast(hook, dtype)
+    return hook if hook is None or dtype is None else cast(H, HandedIn.hooks.cast(hook, dtype))

@@ -5,7 +5,7 @@
 
 Two drivers run the same hook. A step that commits whole runs the optimizer on all parameters, then the hook on all
 buckets (:func:`communicate_after_update`). With ``overlap="update"`` each bucket runs its part of both as soon as its
-gradients are ready (:class:`ltx.core.training.step.UpdateThenSend`), so messages are sent during the backward pass.
+gradients are ready (:class:`ltx.core.training.backward.UpdateThenSend`), so messages are sent in the backward pass.
 
 Until a bucket is complete, a peer may still fail, and then every rank must have its old parameters. So the optimizer
 doesn't run in place on them. Later work, such as adding the differences that have arrived, can't fail: it may write
@@ -16,14 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from ltx.core.base import traced, tree
 from ltx.core.base.arguments import brief, outcome
 from ltx.core.base.errors import StrategyError
-from ltx.core.gradients.comm_hook import CommHook, is_plain, prefers_few_calls
+from ltx.core.gradients.buffers import is_plain, prefers_few_calls
+from ltx.core.gradients.comm_hook import CommHook
 from ltx.core.gradients.exchange import Exchange
 from ltx.core.gradients.reduction import Bucket, LeafState, Reduced
 from ltx.core.optim.base import Update
@@ -139,10 +140,6 @@ class PostUpdateHook(CommHook):
     #: Whether :meth:`reduce` first reduces the gradients and then runs the optimizer by ``inputs.update``. If not, the
     #: optimizer runs on this rank's own gradients, and its new parameters are reduced.
     shares_gradients: ClassVar[bool] = False
-
-    def cast(self, dtype: torch.dtype) -> Self:
-        """This hook unchanged: ``Precision.reduce`` is for gradients."""
-        return self
 
     def part(self, param: torch.Tensor, axis: Axis) -> torch.Tensor:
         """The part of a parameter that this rank's optimizer updates."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -36,8 +36,8 @@ class SyncState:
     """
 
     leaves: dict[str, LeafState]
-    uses: torch.Tensor
-    clock: torch.Tensor
+    uses: torch.Tensor = field(repr=False)
+    clock: torch.Tensor = field(repr=False)
     step: int = 0
 
     @staticmethod

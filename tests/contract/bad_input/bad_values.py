@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import ltx
-from tests.inside import VmapRanks
+from tests.inside import Levels, VmapRanks
 
 
 class RefusedError(Exception):
@@ -102,6 +102,6 @@ BAD: dict[str, Callable[[], Any]] = {
     "a module": lambda: torch.nn.Identity(),
     "a dtype": lambda: torch.int8,
     "a device": lambda: torch.device("meta"),
-    "a closed axis": lambda: ltx.Axis("data", 3, VmapRanks(7)),
+    "a closed axis": lambda: ltx.Axis("data", 3, VmapRanks(Levels((7,)))),
     "the name of another axis": lambda: "model",
 }

@@ -81,6 +81,11 @@ def _stepped(step: Any) -> Any:
     return step(params(), batch())
 
 
+def _in_block(module: Any, given: Any) -> Any:
+    with ltx.using(module, given):
+        return module(batch())
+
+
 def _differentiated(step: Any) -> Any:
     return ltx.grad(step)(params(), batch())
 
@@ -308,6 +313,7 @@ def calls(folder: Path) -> dict[str, list[Call]]:
                 free=(2, "kwargs"),  # the module's
             )
         ],
+        "ltx.using": [Call(_in_block, (torch.nn.Linear(3, 2), {"weight": torch.ones(2, 3)}))],
         "ltx.to_module": [Call(ltx.to_module, (torch.nn.Linear(3, 2), {"weight": torch.ones(2, 3)}))],
         "ltx.grad": [Call(ltx.grad, (dp,), {"argnums": 0, "has_aux": False}, _stepped)],
         "ltx.grad_and_value": [

@@ -34,6 +34,7 @@ def test_a_state_and_what_made_it() -> None:
     said = repr(state)
     assert said.startswith("TrainState(\n  params={'kernel': f32[64,8], 'bias': f32[8]},\n")
     assert "'momentum_buffer': f32[64,8]" in said
+    assert "sync_state=SyncState(leaves={}, step=1)" in said
     assert len(said.splitlines()) < 24
     assert "axis='replicas'" in repr(trained(axis=None)[2].step.__class__(loss, axis="replicas"))
 

@@ -86,7 +86,7 @@ def test_leaf_paths() -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (3, "leaf '<the tree itself>' is of type int."),
+        (3, "the value itself is of type int."),
         ({"a": torch.ones(1), "b": [torch.ones(1), "x"]}, "leaf 'b.1' is of type str."),
         ([1.5], "leaf '0' is of type float."),
         (torch.nn.Linear(1, 1), "type Linear. Pass dict(module.named_parameters()) and call it with"),
@@ -97,7 +97,7 @@ def test_leaf_paths() -> None:
 def test_what_is_no_tree_of_tensors(value: Any, text: str) -> None:
     with pytest.raises(TreeError) as caught:
         tree.check_tensors(value, "params")
-    assert str(caught.value).startswith("params must be a tree of tensors, but leaf ")
+    assert str(caught.value).startswith("params must be a tree of tensors, but ")
     assert text in str(caught.value)
     assert isinstance(caught.value, LtxError)
     assert isinstance(caught.value, TypeError)

@@ -53,7 +53,7 @@ def test_shard_takes_a_batch_apart(ranks: Ranks, dim: int, seed: int) -> None:
 def test_shard_of_what_does_not_divide() -> None:
     assert said(AxisError, lambda: ltx.vmap(lambda: ltx.shard({"batch": {"x": torch.zeros(5, 2)}}), axis_size=2)()) == (
         "shard: leaf 'batch.x' of shape [5, 2] can't be split along dim 0 into 2 equal parts, one for each rank of "
-        "axis 'data'. Drop or pad the remainder; or take unequal parts by ltx.share_out, and return ltx.Weighted from "
-        "the step."
+        "axis 'data'. Drop or pad the remainder. Processes can take unequal parts in place of this, "
+        "ltx.share_out(batch); an ltx.Weighted step then counts each sample alike."
     )
     refuses(AxisError, "can't be split along dim 2", ltx.shard, torch.zeros(4, 2), dim=2)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 import ltx
-from ltx.extend import Rule, collective
+from ltx.extend import collectives
 
 Fn = Callable[[Tensor], Tensor]
 
@@ -241,14 +241,14 @@ def product_round_a_ring(x: Tensor) -> Tensor:
     return y
 
 
-PREFIX_SUM = Rule(
+PREFIX_SUM = collectives.Rule(
     "a user's linear rule",
     "all_gather",
     after=lambda rows, x, rank, n, static: (rows[rank:] if static[0] else rows[: rank + 1]).sum(0, dtype=x.dtype),
     stacked=lambda xs, n, static: (xs.flip(0).cumsum(0).flip(0) if static[0] else xs.cumsum(0), True),
     transpose=lambda shape, static: (PREFIX_SUM, (1 - static[0],)),
 )
-LOG_SUM_EXP = Rule(
+LOG_SUM_EXP = collectives.Rule(
     "a user's nonlinear rule",
     "all_gather",
     after=lambda rows, x, rank, n, static: rows.logsumexp(0),
@@ -360,13 +360,13 @@ OPS = (
     Op("pmax of ties", ltx.pmax, lambda xs: everywhere(xs.amax(0), len(xs)), replicated=True, compiled=()),
     Op(
         PREFIX_SUM.name,
-        lambda x: collective(PREFIX_SUM, x, None, lambda x, n: (0,)),
+        lambda x: collectives.collective(PREFIX_SUM, x, None, lambda x, n: (0,)),
         lambda xs: xs.cumsum(0),
         dtypes=ALL,
     ),
     Op(
         LOG_SUM_EXP.name,
-        lambda x: collective(LOG_SUM_EXP, x),
+        lambda x: collectives.collective(LOG_SUM_EXP, x),
         lambda xs: everywhere(xs.logsumexp(0), len(xs)),
         dtypes=(torch.float32,),
     ),

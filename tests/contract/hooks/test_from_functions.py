@@ -24,7 +24,7 @@ def reduced(hook: Any, steps: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     found: list[Tensor] = []
     for _ in range(steps):
         given.append(torch.randn(64))
-        if hook.stateful and state is None:
+        if hook.state_names and state is None:
             state = ltx.data_parallel(sum, strategy).init(given[0])
         out, state = ltx.sync_gradients(given[-1], strategy, state)
         found.append(out)

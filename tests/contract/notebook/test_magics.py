@@ -85,7 +85,7 @@ def _joined(shown: list[tuple[str, str]]) -> list[tuple[str, str]]:
 def kernel() -> Iterator[Kernel]:
     started = Kernel()
     assert started.run("%load_ext ltx\nimport torch, ltx\nhere = torch.ones(2)") == []
-    assert started.run("%%ltx -n 2\nimport os, torch, ltx\nrank = ltx.world().rank") == []
+    assert started.run("%%ltx -n 2\nimport os\nrank = ltx.world().rank") == []
     yield started
     started.close()
 
@@ -106,7 +106,8 @@ def test_values_that_differ_are_shown_with_their_ranks(kernel: Kernel) -> None:
 
 def test_what_is_printed_is_shown_line_by_line(kernel: Kernel) -> None:
     shown = kernel.run("%%ltx\nprint('one\\ntwo')\nos.system('echo from a child') and None\nprint('begun', end='')")
-    lines = sorted("".join(text for kind, text in shown if kind == "stdout").splitlines())
+    printed = "".join(text for kind, text in shown if kind == "stdout")
+    lines = sorted(re.sub(r"\[all\] (.*)", r"[rank 0] \1\n[rank 1] \1", printed).splitlines())
     assert lines == [f"[rank {r}] {w}" for r in (0, 1) for w in ("begun", "from a child", "one", "two")]
 
 
@@ -130,12 +131,15 @@ def test_values_go_in_and_out(kernel: Kernel) -> None:
     assert kernel.run("there.stack()") == [("display", "tensor([[0., 0.],\n        [1., 1.]])")]
     shown = kernel.run("%%ltx --in nowhere\n1")
     assert "--in: the notebook has no 'nowhere'" in shown[0][1]
+    kernel.run("%%ltx --out nothing\nNone")
+    assert kernel.run("nothing") == [], "no table of None"
 
 
 @pytest.mark.full
 def test_show_and_progress(kernel: Kernel) -> None:
     shown = kernel.run("%%ltx\nprint('before')\nltx.show({'at': rank}, rank=1)\nprint('after')")
-    mine = [line for kind, text in shown for line in text.splitlines() if line.startswith("[rank 1]")]
+    lines = [line.replace("[all]", "[rank 1]") for _, text in shown for line in text.splitlines()]
+    mine = [line for line in lines if line.startswith("[rank 1]")]
     assert mine == ["[rank 1] before", "[rank 1] {'at': 1}", "[rank 1] after"]
     shown = kernel.run(
         "%%ltx\nimport matplotlib\nmatplotlib.use('agg')\nimport matplotlib.pyplot as plt\n"
@@ -144,7 +148,7 @@ def test_show_and_progress(kernel: Kernel) -> None:
     assert [kind for kind, _ in shown if kind != "stderr"] == ["display", "image"]
     shown = kernel.run("%%ltx\nfor _ in ltx.progress(range(3), label='steps'):\n    ltx.barrier()")
     assert all(kind == "display" for kind, _ in shown), "one display that is updated"
-    assert shown[-1][1].startswith("steps |##############################| 3/3 ")
+    assert shown[-1][1].startswith("steps |██████████████████████████████| 3/3 ")
 
 
 def test_a_failing_cell_shows_its_own_lines_and_the_workers_stay(kernel: Kernel) -> None:
@@ -171,17 +175,41 @@ def test_functions_of_cells_show_their_lines_under_the_cells_number(kernel: Kern
     assert re.search(r'File "<cell In\[\d+\]>", line 2, in f\n    return 1 / x\n +[~^]+\n', text)
 
 
-def test_names_of_the_notebook_that_the_workers_lack(kernel: Kernel) -> None:
-    kernel.run("there_too = 1")
-    [(_, text)] = kernel.run("%%ltx\nrank + there_too")
-    assert (
-        "'there_too' is defined in the notebook, not on the workers: send it along with `%%ltx --in there_too`" in text
-    )
+#: A cell of the notebook, a cell of the workers, and what rank 1's value is then, or what an error says.
+BROUGHT = [
+    ("scale, box = 3, []\ndef scaled(x):\n    return scale * x", "import ltx\nscaled(rank)", "3"),
+    ("scale = 5", "class Of:\n    scale = 1\n    def it(self):\n        return scaled(rank) + scale\nOf().it()", "10"),
+    ("", "box.append(rank)\nlen(box)", "1"),
+    ("", "len(box) + len([box.append(n) for n in range(2)])", "3"),  # changed on the worker: kept
+    ("box.append('of the notebook')", "box", "['of the notebook']"),  # changed in the notebook: brought again
+    ("", "scale = rank + 10\nscale", "11"),
+    ("scale = 7", "scale, scaled(1)", "(11, 7)"),  # a cell has assigned it: the workers' own
+    ("late = 1", "late += 1", "'late' is defined in the notebook, not on the workers. A cell brings the names that it"),
+    (
+        "import threading\nlock = threading.Lock()",
+        "lock",
+        "%%ltx: the cell uses 'lock' of the notebook: a lock can't be",
+    ),
+    (
+        "def locked():\n    return lock",
+        "locked()",
+        "can't be sent to the workers: cannot pickle '_thread.lock' object ('lock', which locked uses)",
+    ),
+    ("", "lock = rank\nlock", "1"),
+    ("", "lock", "1"),
+]
+
+
+def test_cells_bring_the_names_that_they_use(kernel: Kernel) -> None:
+    for plain, cell, told in BROUGHT:
+        kernel.run(plain)
+        [(kind, text)] = kernel.run(f"%%ltx --rank 1\n{cell}")
+        assert text == f"[rank 1] {told}" if kind == "display" else told in text, (cell, text)
+    assert kernel.run("%%ltx\nscale") == [("display", "[rank 0] 7"), ("display", "[rank 1] 11")], "each what it has"
 
 
 def test_cells_that_are_not_python(kernel: Kernel) -> None:
-    [(kind, text)] = kernel.run("%%ltx\n1 +")
-    assert kind == "error"
+    [(_, text)] = kernel.run("%%ltx\n1 +")
     assert "line 2\n    1 +\n" in text
     assert "invalid syntax" in text
     assert "interactiveshell" not in text
@@ -310,7 +338,7 @@ def test_bars_in_bars_are_one_display_each(kernel: Kernel) -> None:
         "    bar.set_postfix(loss=torch.tensor(0.25))"
     )
     outer, inner = kernel.screen.values()
-    assert re.match(r"epochs \|#+\| 2/2 .*loss=0.25, wait=\d+", outer)
+    assert re.match(r"epochs \|█+\| 2/2 .*loss=0.25, wait=\d+", outer)
     assert inner == ""
     assert re.findall(r"<td [^>]*>(\S+)</td>", kernel.html) == ["0", "2", "0.25", "1", "2", "0.25"]
     assert kernel.html.count("<polyline") == 2
@@ -345,7 +373,7 @@ def test_an_interrupt_reaches_every_rank_and_the_workers_stay(kernel: Kernel, wa
     before = _pids(kernel)
     shown = kernel.run(f"%%ltx\nprint('waiting', flush=True)\n{waiting}", interrupt_at="waiting")
     text = shown[-1][1]
-    assert text.startswith("CallInterruptedError: run_cell was interrupted: rank 0 ")
+    assert re.match(r"CallInterruptedError: Cell In\[\d+\] was interrupted: rank 0 ", text)
     assert text.endswith("The workers keep their state, and the next run begins with a new world.")
     shown = kernel.run("%%ltx\nltx.psum(torch.ones(1) * (rank + 1))")
     assert shown[-1] == ("display", "tensor([3.])")

@@ -19,6 +19,7 @@ from tests import inside
 from tests.contract.strategies.test_protocol import STRATEGIES, problem, trainer
 from tests.contract.strategies.test_protocol import loss as two_leaves
 from tests.covering import some
+from tests.inside import stateful
 from tests.kinds import Params, Ranks
 from tests.sent import ring, sent
 from tests.twins.feedback import ErrorFeedback
@@ -96,7 +97,7 @@ def _step(hook: CommHook) -> ltx.DataParallel:
 
 
 def _backward(step: ltx.DataParallel, params: Params, x: Tensor) -> None:
-    given = ltx.Synced(params, step.init(params)) if step.strategy.stateful else params
+    given = ltx.Synced(params, step.init(params)) if stateful(step.strategy) else params
     step(ltx.tree.map(lambda t: t.detach().clone().requires_grad_(), given), x).backward()
 
 

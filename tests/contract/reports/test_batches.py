@@ -256,7 +256,7 @@ def test_arguments_are_one_batch() -> None:
 
 def test_records_that_do_not_divide() -> None:
     records = images(5)
-    with pytest.raises(AxisError, match=r"'<the tree itself>' is a list of 5 records, which can't be split into 2"):
+    with pytest.raises(AxisError, match=r"the value itself is a list of 5 records, which can't be split into 2"):
         ltx.vmap(lambda: ltx.shard(records), axis_size=2)()
     with pytest.raises(StepError, match="a batch of 5 samples can't be split into 2 equal micro-batches"):
         ltx.accumulate(loss, 2)(torch.ones(()), records)

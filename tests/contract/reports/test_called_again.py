@@ -18,7 +18,7 @@ from torch.nn.modules import module as torch_modules
 from torch.utils.checkpoint import checkpoint
 
 import ltx
-from ltx.errors import DeadlockDetectedError, StepError, TreeError, UnusedParameterWarning
+from ltx.errors import DeadlockDetectedError, StepError, TreeError
 from ltx.optim import from_torch
 from tests import train_on
 from tests.kinds import Ranks
@@ -167,12 +167,10 @@ def trained(
 @pytest.mark.parametrize("call", CALLS)
 def test_a_step_that_runs_its_own_backward_pass(ranks: Ranks, seed: int, call: str) -> None:
     def every(alone: bool) -> None:
-        for how in ["train", "update", "accumulate"] + ([] if alone else ["ltx.grad"]):
+        for how in ("train", "update", "accumulate", "ltx.grad", "torch.func.grad"):
             want = trained(seed, "plain", how)
             for kind in BY_AUTOGRAD:
                 torch.testing.assert_close(trained(seed, kind, how, call), want)
-        for how in ["ltx.grad"] if alone else ["ltx.grad", "torch.func.grad"]:
-            torch.testing.assert_close(trained(seed, "by hand", how, call), trained(seed, "plain", how))
         # Buckets of one parameter: those of the blocks are complete after that of the last layer.
         torch.testing.assert_close(trained(seed, "reversible", "train", call, None, 8), trained(seed, "plain", "train"))
         if call == "ltx":
@@ -350,16 +348,33 @@ class Dummy(Reversible):
         return None, *Reversible.backward(ctx, dy)
 
 
-def test_a_function_that_leads_to_a_tensor_of_its_own_alone(ranks: Ranks) -> None:
-    """Its gradients are lost, as the backward pass goes to the parameters alone."""
-    net = nn.Sequential(nn.Linear(2, 2))
-    net.forward = lambda x: Dummy.apply(torch.ones((), requires_grad=True), net[0], x)  # type: ignore[method-assign]
-    step = ltx.data_parallel(lambda p, x: ltx.functional_call(net, p, (x,)).square().mean())
+@pytest.mark.parametrize("how", ["train", "update", "accumulate", "ltx.grad", "torch.func.grad"])
+def test_a_function_that_leads_to_a_tensor_of_its_own_alone(ranks: Ranks, seed: int, how: str) -> None:
+    def step_of(kind: str) -> tuple[Any, Params, Tensor]:
+        with seeded(seed):
+            net, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), torch.randn(2, 4, 3)[ltx.axis_index()]
+
+        def forward(x: Tensor) -> Tensor:
+            dummy = torch.ones((), requires_grad=True)
+            first = net[0](x) if "plain" in kind else Dummy.apply(dummy if kind == "near" else dummy * 1, net[0], x)
+            return net[1](first).square().mean() + (net[0](x).mean() if "twice" in kind else 0)
+
+        net.forward = forward  # type: ignore[method-assign]
+        step = ltx.data_parallel(lambda p, x: ltx.functional_call(net, p, (x,)))
+        step = ltx.accumulate(step, 2) if how == "accumulate" else step
+        return step, {name: p.detach() for name, p in net.named_parameters()}, x
+
+    def found(kind: str) -> Params:
+        step, params, x = step_of(kind)
+        if how in ("train", "update", "accumulate"):
+            overlap: Any = "update" if how == "update" else "backward"
+            return train_on.trained(step, SGD, params, [x], overlap=overlap).params
+        return {"ltx.grad": ltx.grad, "torch.func.grad": torch.func.grad}[how](step)(params, x)  # type: ignore[operator]
 
     def every() -> None:
-        params, x = {name: p.detach() for name, p in net.named_parameters()}, torch.randn(3, 2)
-        with pytest.warns(UnusedParameterWarning, match="Dummy leads to nothing but tensors that the step has made"):
-            ltx.grad(step)(params, x)
+        for kind in ("near", "far"):
+            torch.testing.assert_close(found(kind), found("plain"))
+        torch.testing.assert_close(found("twice"), found("plain twice"))
 
     every()
     ranks(2).run(every)

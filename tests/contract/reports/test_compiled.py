@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -126,11 +126,9 @@ def test_refused(name: str, seed: int) -> None:
     assert ltx.tree.flatten(state.params)[0][0].isfinite().all()
 
 
-@dataclass(frozen=True, kw_only=True)
-class CountsSteps(ltx.DDPStrategy):
-    @property
-    def stateful(self) -> bool:
-        return True
+@dataclass(frozen=True)
+class CountsSteps(ltx.hooks.AllReduce):
+    reads_step: ClassVar[bool] = True
 
 
 @pytest.mark.full
@@ -139,7 +137,7 @@ def test_steps_of_trainings_that_are_at_different_steps_compile(seed: int) -> No
     torch.manual_seed(seed)
     w = torch.randn(3)
     for before in (0, 1, 5):
-        loss = ltx.data_parallel(lambda p, x: (p * x).square().mean(), CountsSteps())
+        loss = ltx.data_parallel(lambda p, x: (p * x).square().mean(), ltx.DDPStrategy(comm_hook=CountsSteps()))
         train = ltx.train_step(loss, ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
         state, expected = train.init(w), w
         for step in range(before + 3):

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ltx
 from ltx.errors import ReplicaDivergedError
+from tests.inside import stateful
 from tests.kinds import Ranks
 from tests.train_on import refuses
 
@@ -55,7 +56,7 @@ def test_a_plain_gradient_is_the_ranks_own_where_ranks_share_something_else(name
 
     def on_rank() -> Tensor:
         x = torch.full((2,), 1.0 + ltx.world().rank)
-        if not step.strategy.stateful:
+        if not stateful(step.strategy):
             return ltx.grad(step)(torch.ones(2), x)
         return ltx.grad(step)(torch.ones(2), x, sync_state=step.init(torch.ones(2)))[0]
 

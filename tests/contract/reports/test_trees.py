@@ -41,7 +41,7 @@ DIFFERENT: dict[str, tuple[Callable[[Any], Any], Callable[[Rank], Any], str]] = 
     "a table more": (ltx.psum, lambda r: [sparse(1.0)] * (2 + r), "'2'"),
     "another metric": (ltx.psum, lambda r: {"grad": sparse(1.0), f"metric_{r}": torch.tensor(5.0 + r)}, "'metric_0'"),
     "another parameter": (ltx.sync_gradients, lambda r: {"e": sparse(1.0), f"w{r}": torch.ones(3)}, "'w0'"),
-    "a sparse dtype": (ltx.psum, lambda r: sparse(1.0).double() if r else sparse(1.0), "the tree itself"),
+    "a sparse dtype": (ltx.psum, lambda r: sparse(1.0).double() if r else sparse(1.0), "the value itself"),
     "a sparse size": (ltx.sync_gradients, lambda r: {"e": sparse(1.0, size=4 + r)}, "'e'"),
     "dense dimensions": (
         ltx.psum,

@@ -40,11 +40,12 @@ def test_stack(seed: int) -> None:
     ("values", "text"),
     [
         ([{"a": 1}, {"b": 1}], "rank 1 returned a tree of another structure than rank 0"),
+        ([{"w": torch.ones(30, 30)}, {"b": 1}], r"expected <dict of 1 leaf>, got \{'b': 1\}; 'w' is only in one\."),
         ([[1.0], ["x"]], "leaf '0' on rank 1 is of type str: expected a tensor or a number"),
         ([{"a": None}] * 2, "leaf 'a' on rank 0 is of type NoneType"),
         (
             [torch.ones(2), torch.ones(3)],
-            r"leaf '<the tree itself>' can't be stacked: rank 0 has float32\[2\], rank 1 has float32\[3\]",
+            r"the value itself can't be stacked: rank 0 has float32\[2\], rank 1 has float32\[3\]",
         ),
         ([torch.ones(2), torch.ones(2).int()], r"rank 1 has int32\[2\]"),
     ],

@@ -11,6 +11,7 @@ import torch
 import ltx
 from ltx import hooks
 from ltx.errors import StrategyError
+from tests.inside import stateful
 from tests.train_on import refuses
 
 
@@ -31,7 +32,7 @@ def test_wrappers() -> None:
     fed = ltx.DDPStrategy(comm_wrapper=hooks.error_feedback, comm_hook=hooks.ByteGrad())
     assert fed.hook(0) == hooks.ByteGrad(error_feedback=True)
     assert list(fed.init(torch.ones(2))) == ["residual"]
-    assert fed.stateful
+    assert stateful(fed)
     # The hook and what goes around it stay apart.
     assert fed.comm_hook == hooks.ByteGrad()
     assert dataclasses.replace(fed, comm_hook=hooks.OneBit()).hook(0) == hooks.OneBit(error_feedback=True)
@@ -41,10 +42,10 @@ def test_wrappers() -> None:
 
 def test_models_are_averaged_only_where_asked_for() -> None:
     plain, averaging = ltx.DDPStrategy(), ltx.DDPStrategy(model_averaging_period=4, start_local_sgd_step=100)
-    assert not plain.stateful
+    assert not stateful(plain)
     assert not plain.communicates_besides
     assert not any(map(plain.communicates_after_update, range(200)))
     assert plain.layout.params == plain.layout.opt_state == "replicated"
-    assert averaging.stateful
+    assert stateful(averaging)
     assert averaging.communicates_besides
     assert averaging.layout.params == averaging.layout.opt_state == "per_rank"

@@ -155,9 +155,7 @@ class Undeclared(ltx.Strategy):
     def hook(self, step: int) -> hooks.CommHook | None:
         return hooks.AllReduce() if step == 0 else None
 
-    @property
-    def stateful(self) -> bool:
-        return True  # the count of steps
+    cycle = (1, 1)
 
 
 def in_compiled(train: Any) -> Any:
@@ -257,8 +255,6 @@ def test_what_update_returns_is_looked_at(answer: str) -> None:
 def test_states_may_come_and_go_beside_those_of_init() -> None:
     @dataclass(frozen=True, kw_only=True)
     class Transient(LocalSGD):
-        stateful: ClassVar[bool] = True
-
         def after_update(self, params: Params, states: Any, info: StepInfo) -> Any:
             return params, {} if states else {path: {"own": x.clone()} for path, x in params.items()}
 

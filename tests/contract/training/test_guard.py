@@ -164,7 +164,7 @@ def test_what_only_the_sum_makes_infinite(ranks: Ranks) -> None:
         ranks(2).run(lambda: said(NotFiniteError, train, train.init(torch.zeros(2)), torch.tensor([3e38, 1])))
     )
     what = "each rank's own, computed again, are finite, but the reduced ones aren't"
-    assert f"{what}: leaf '<the tree itself>' (infinite, 1 of 2 elements)." in told
+    assert f"{what}: the value itself (infinite, 1 of 2 elements)." in told
 
 
 class _Spoiling(ltx.hooks.CommHook):
@@ -336,7 +336,7 @@ def test_dynamic_loss_scaling_skips_until_it_isnt_to_blame(ranks: Ranks) -> None
 
     for scales, told in ranks(2).run(on_a_rank):
         assert scales == [8.0, 4.0, 2.0]
-        assert "gradients of step 3 aren't finite. rank 1: leaf " in told
+        assert "gradients of step 3 aren't finite. rank 1: the value itself " in told
 
 
 # --- a limit ---------------------------------------------------------------------------------------------------------
@@ -391,6 +391,18 @@ def test_no_more_than_so_many_alone_and_on_simulated_ranks() -> None:
 
     of_ranks.init = train.init  # type: ignore[attr-defined]
     check_too_many(until_too_many(of_ranks, lambda bad: torch.full((3, 4), NAN if bad else 0.5)), culprit=1)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("kwargs", [{"guard": "raise"}, {"guard": "skip", "max_skipped": 1}], ids=str)
+def test_a_step_that_autograd_differentiates_raises_as_others(kwargs: dict[str, Any], requires_grad: bool) -> None:
+    train = ltx.train_step(ltx.data_parallel(lambda p, x: (p * x).sqrt()), PLAIN_SGD, donate=False, **kwargs)
+    state, bad = train.init(torch.tensor(1.0)), torch.tensor(-1.0, requires_grad=requires_grad)
+    for _ in range(kwargs.get("max_skipped", 0)):
+        state, metrics = train(state, bad)
+        assert metrics.skipped
+    with pytest.raises(NotFiniteError):
+        train(state, bad)
 
 
 def test_a_limit_beside_a_loss_scale_and_in_a_checkpoint() -> None:

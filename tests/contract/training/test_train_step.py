@@ -283,8 +283,8 @@ def test_donation(donate: bool, overlap: Any, ranks: Ranks, seed: int) -> None:
     for _, text in ranks(2).run(on_rank):
         assert text == "" or text == (
             "this TrainState (step 0) was donated to the step that made state 1: its tensors were updated in place and "
-            "hold other values now. Use the state that the step returned; to keep an old one, copy.deepcopy(state) "
-            "before the step, or train_step(..., donate=False)."
+            "hold other values now. Use the state that the step returned, state, metrics = train(state, ...); to keep "
+            "an old one, copy.deepcopy(state) before the step, or train_step(..., donate=False)."
         )
         assert bool(text) is donate
 

@@ -147,7 +147,7 @@ def test_tied_leaves_are_refused_by_name_and_kept_by_one_name() -> None:
     with pytest.raises(
         TreeError, match=r"leaves 'embedding\.weight' and 'head\.weight' are one tensor \(tied weights\)"
     ):
-        train.init(net.state_dict())
+        train.init(dict(net.named_parameters(remove_duplicate=False)))
     x = torch.tensor([1, 2])
     state, _ = train(train.init(dict(net.named_parameters())), x)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

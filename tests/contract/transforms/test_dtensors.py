@@ -16,6 +16,7 @@ import ltx
 from ltx.errors import UnsupportedError
 from ltx.tensor_parallel import with_dtensors
 from tests import inside
+from tests.inside import stateful
 from tests.kinds import Ranks
 from tests.meshes import distributed, drawn, full, loss_of, mesh_of, model_of, parallelize, placements
 from tests.train_on import said
@@ -232,7 +233,7 @@ def test_what_is_refused(ranks: Ranks) -> None:
 
             def grad(strategy: Any = None, params: Any = w, axis: Any = mesh["data"], **named: Any) -> Any:
                 wrapped = with_dtensors(ltx.data_parallel(step, strategy, axis=axis))
-                state = wrapped.init(params) if wrapped.step.strategy.stateful else None
+                state = wrapped.init(params) if stateful(wrapped.step.strategy) else None
                 return wrapped.grad(params, sync_state=state)
 
             power, adasum = ltx.hooks.PowerSGD(start_step=0), ltx.hooks.Adasum()

@@ -58,7 +58,7 @@ LOSS = (
     + FIX
     + " A mapping holds it as `loss`."
 )
-NO_TREE = "argument 0 of the step must be a tree of tensors, but leaf {} is of type {}."
+NO_TREE = "argument 0 of the step must be a tree of tensors, but {} is of type {}."
 #: By what is raised: a call, and all that the error says.
 ERRORS: dict[type[Exception], dict[str, tuple[Callable[[], Any], str]]] = {
     StepError: {
@@ -129,7 +129,8 @@ ERRORS: dict[type[Exception], dict[str, tuple[Callable[[], Any], str]]] = {
         ),
         "parameters for a state": (
             lambda: ltx.train_step(ltx.data_parallel(linear), sgd())(P, X),
-            "the first argument is the TrainState that init or the last step gave, got dict.",
+            "the first argument is the TrainState that init or the last step gave, got dict. "
+            "Write state = train.init(params) once, and then state, metrics = train(state, *batch).",
         ),
         "training in inference mode": (
             lambda: torch.inference_mode()(train)(),
@@ -200,25 +201,27 @@ ERRORS: dict[type[Exception], dict[str, tuple[Callable[[], Any], str]]] = {
     TreeError: {
         "a module": (
             lambda: ltx.data_parallel(linear)(MODULE, X),
-            NO_TREE.format("'<the tree itself>'", "Linear")
+            NO_TREE.format("the value itself", "Linear")
             + " Pass dict(module.named_parameters()) and call it with ltx.functional_call.",
         ),
         "a generator": (
             lambda: ltx.data_parallel(linear)(MODULE.parameters(), X),
-            NO_TREE.format("'<the tree itself>'", "generator")
-            + " A generator is used up by its first reader: pass a dict, list or tuple of tensors.",
+            NO_TREE.format("the value itself", "generator")
+            + " A generator is used up by its first reader: pass a dict, list or tuple of tensors."
+            + " Of a module: dict(module.named_parameters()).",
         ),
-        "a string": (lambda: ltx.data_parallel(linear)([X, "w"], X), NO_TREE.format("'1'", "str")),
-        "a number": (lambda: ltx.data_parallel(linear)({"a": {"b": 1.0}}, X), NO_TREE.format("'a.b'", "float")),
+        "a string": (lambda: ltx.data_parallel(linear)([X, "w"], X), NO_TREE.format("leaf '1'", "str")),
+        "a number": (lambda: ltx.data_parallel(linear)({"a": {"b": 1.0}}, X), NO_TREE.format("leaf 'a.b'", "float")),
         "init of a module": (
             lambda: ltx.data_parallel(linear).init(MODULE),
-            "params must be a tree of tensors, but leaf '<the tree itself>' is of type Linear. Pass "
+            "params must be a tree of tensors, but the value itself is of type Linear. Pass "
             "dict(module.named_parameters()) and call it with ltx.functional_call.",
         ),
         "init of a generator": (
             lambda: ltx.train_step(ltx.data_parallel(linear), sgd()).init(MODULE.parameters()),
-            "params must be a tree of tensors, but leaf '<the tree itself>' is of type generator. A generator is used "
-            "up by its first reader: pass a dict, list or tuple of tensors.",
+            "params must be a tree of tensors, but the value itself is of type generator. A generator is used "
+            "up by its first reader: pass a dict, list or tuple of tensors. Of a module: "
+            "dict(module.named_parameters()).",
         ),
         "buffers": (
             lambda: ltx.train_step(ltx.data_parallel(linear), sgd()).init(P, {"n": 3}),

@@ -210,7 +210,7 @@ BARE = (
     "params, batch, sync_state=step.init(params)), ltx.train_step, or ltx.Synced(params, state)."
 )
 NOT_DIFFERENTIATED = (
-    "leaf '<the tree itself>': its communication state 'error' isn't differentiated, so its next value would be lost. "
+    "the value itself: its communication state 'error' isn't differentiated, so its next value would be lost. "
     "Differentiate with respect to ltx.Synced(params, state) as a whole, or use ltx.grad_and_value(step)(params, "
     "batch, sync_state=state)."
 )

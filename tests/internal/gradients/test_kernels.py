@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ltx
 from ltx.core.base import noise
-from ltx.core.gradients import comm_hook
+from ltx.core.gradients import buffers
 from ltx.core.gradients.reduction import Bucket, LeafState
 from ltx.core.optim.kernel import run_aligned
 
@@ -51,16 +51,16 @@ def convolutions() -> list[Tensor]:
 
 @pytest.mark.parametrize("hook", [ltx.hooks.AllReduce(), ltx.hooks.BF16()], ids=repr)
 def test_packing_copies_together_what_lies_alike(hook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comm_hook, "IN_PIECES", frozenset())
+    monkeypatch.setattr(buffers, "IN_PIECES", frozenset())
     grads = convolutions()
     bucket, states = Bucket.of(0, grads), [{} for _ in grads]
-    seen = counted(lambda: comm_hook.pack(grads, bucket, hook, 4, states))
+    seen = counted(lambda: buffers.pack(grads, bucket, hook, 4, states))
     several = next(k for k in seen if "foreach_mul" in k)
     assert seen == {"aten::_foreach_copy_": 1, several: 1, "aten::mul": 2}, "what lies otherwise is scaled on its way"
-    alone = counted(lambda: comm_hook.pack(grads, bucket, hook, 1, states))
+    alone = counted(lambda: buffers.pack(grads, bucket, hook, 1, states))
     assert alone == {"aten::_foreach_copy_": 1, "aten::mul": 2}, "no list is multiplied by 1"
-    expected = torch.cat([(g / 4).to(hook.wire_dtype(g.dtype)).reshape(-1) for g in grads])
-    assert torch.equal(comm_hook.pack(grads, bucket, hook, 4, states), expected)
+    expected = torch.cat([(g / 4).to(hook.packing(g.dtype, 4).dtype).reshape(-1) for g in grads])
+    assert torch.equal(buffers.pack(grads, bucket, hook, 4, states), expected)
 
 
 HOOKS = [ltx.hooks.AllReduce(), ltx.hooks.FP16(), ltx.hooks.error_feedback(ltx.hooks.ByteGrad()), ltx.hooks.PowerSGD()]
@@ -74,25 +74,25 @@ def test_packing_by_few_kernels(hook: ltx.hooks.CommHook, dtype: torch.dtype, se
     grads[2] = grads[2].T.contiguous().T  # as of a linear layer
     bucket = Bucket.of(0, grads)
     states: list[LeafState] = [{k: torch.randn_like(x) for k, x in hook.init(g).items()} for g in grads]
-    expected = comm_hook.pack(grads, bucket, hook, 3, states)
+    expected = buffers.pack(grads, bucket, hook, 3, states)
     flat = torch.empty_like(expected)
-    terms = [hook.extra_terms(state, 3) for state in states]
-    comm_hook._pack_by_foreach(grads, flat, bucket, hook.scale(3), terms)
+    packing = hook.packing(dtype, 3)
+    buffers._pack_by_foreach(grads, flat, bucket, packing.scale, [packing.terms(state) for state in states])
     torch.testing.assert_close(flat, expected)
 
 
 def test_accelerators_pack_so(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[Any] = []
-    monkeypatch.setattr(comm_hook, "_pack_by_foreach", lambda *arguments: used.append(arguments))
+    monkeypatch.setattr(buffers, "_pack_by_foreach", lambda *arguments: used.append(arguments))
     leaf: Tensor = torch.ones(2, device="meta")
     bucket = Bucket.of(0, [leaf])
-    comm_hook.pack([leaf], bucket, ltx.hooks.AllReduce(), 2, [{}])
+    buffers.pack([leaf], bucket, ltx.hooks.AllReduce(), 2, [{}])
     assert len(used) == 1
 
 
 def test_optimizers_copy_gradients_that_lie_otherwise_alone() -> None:
     params, ran = convolutions(), []
-    grads = comm_hook.unpack(torch.randn(sum(p.numel() for p in params)), Bucket.of(0, params))
+    grads = buffers.unpack(torch.randn(sum(p.numel() for p in params)), Bucket.of(0, params))
     states = [{"exp_avg": torch.zeros_like(p)} for p in params]
     seen = counted(lambda: run_aligned(lambda *given: ran.append(given), grads, states, params))
     assert (seen, len(ran)) == ({"aten::copy_": 2}, 1)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ltx.core import comm
-from ltx.core.gradients.comm_hook import program_of
 from ltx.core.gradients.pending import Pending
 from ltx.core.gradients.reduction import Bucket
 from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction
@@ -48,7 +47,7 @@ class Channel:
     issued: list[str] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
 
-    def issue(self, operation: str, buffer: Tensor, label: str, *_: Any, note: Any) -> Work:
+    def issue(self, operation: str, buffer: Tensor, label: str, *_: Any, note: Any, eager: bool) -> Work:
         self.issued.append(label)
         self.works.append(Work(buffer))
         return self.works[-1]
@@ -61,7 +60,7 @@ def test_what_completes_first_waits_for_the_buckets_before_it() -> None:
         channel_of=lambda axis_comm, phase: cast(comm.Channel, channels[phase]),
     )
     for _ in range(3):
-        pending.launch([program_of(Twice(), BucketInput(torch.ones(2), cast(Bucket, None), 2))], Twice())
+        pending.reduce(Twice(), BucketInput(torch.ones(2), cast(Bucket, None), 2))
     assert first.issued == ["bucket 0", "bucket 1", "bucket 2"]
     first.works[2].done = first.works[1].done = True
     pending.poll()

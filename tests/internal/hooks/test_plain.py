@@ -11,8 +11,8 @@ from torch import Tensor
 
 import ltx
 from ltx import hooks
-from ltx.core.gradients import comm_hook
-from ltx.core.gradients.comm_hook import CHUNK
+from ltx.core.gradients import buffers
+from ltx.core.gradients.buffers import CHUNK
 from ltx.hooks import CompressedAllReduce
 from ltx.hooks.powersgd import multiply_all, orthonormal_all, row_norms
 from tests.contract.hooks.table import FED_BACK, HOOKS
@@ -41,7 +41,7 @@ def readable(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From its call on codecs take the readable path."""
 
     def turn() -> None:
-        monkeypatch.setattr(comm_hook, "IN_PIECES", frozenset())
+        monkeypatch.setattr(buffers, "IN_PIECES", frozenset())
 
     return turn
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ltx.core.gradients import comm_hook
+from ltx.core.gradients import buffers
 from ltx.core.optim.base import advanced
 from ltx.errors import OptimError
 from ltx.optim import from_torch, qadam
@@ -47,7 +47,7 @@ def test_both_phases(
     how: str, bagua_exact: bool, accelerator: bool, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     if accelerator:
-        monkeypatch.setattr(comm_hook, "IN_PIECES", frozenset())
+        monkeypatch.setattr(buffers, "IN_PIECES", frozenset())
     start = random_params(CASE)
     given = [random_grads(CASE, start) for _ in range(STEPS)]
     optimizer = qadam(warmup_steps=WARMUP, bagua_exact=bagua_exact, **OPTIONS)

@@ -17,6 +17,8 @@ from ltx import Axis
 from ltx.core.base import private
 from ltx.core.ranks import axis as axis_module
 from ltx.core.ranks.axis import axes_in_scope
+from ltx.core.ranks.backings import Levels
+from ltx.core.ranks.batched import VmapRanks
 
 XS = torch.arange(6.0).reshape(2, 3)
 
@@ -86,7 +88,9 @@ def test_a_forward_pass_that_autograd_does_again_in_its_thread(at_once: Callable
         seen.append([axis for axis in axes_in_scope() if axis.size == 3])
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(axis_module._opened_axes, threading.get_ident(), [(Axis("data", 3), None)])
+        patched.setitem(
+            axis_module._opened_axes, threading.get_ident(), [(Axis("data", 3, VmapRanks(Levels((0,)))), None)]
+        )
         at_once(look)
         patched.setattr(private, "graph_task", lambda: 7)
         at_once(look)

@@ -459,7 +459,7 @@ def on_somebody_elses_group() -> str:
     store = dist.FileStore(os.environ["LTX_TEST_FILE"], 2)
     dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
     with ltx.init():
-        comm.resolve("data").comm.passes.abort(ValueError("as in a step"))
+        comm.resolve("data").comm.passes.end_world(ValueError("as in a step"))
         try:
             ltx.init()
         except WorldError as error:

@@ -36,6 +36,36 @@ def test_the_last_words_of_a_process_that_ends_in_the_middle_of_a_line(capsys: p
     assert capsys.readouterr().err == "[rank 0] a line\n[rank 0] last words\n"
 
 
+@pytest.mark.parametrize(
+    ("printed", "shown"),
+    [
+        ("0a 1a 1b 0b", "[all] a [all] b"),
+        ("0a 0b 1b 1c", "[rank 0] a [all] b [rank 1] c"),
+        ("0a 0b 1b 1a", "[rank 0] a [all] b [rank 1] a"),
+        ("0a 0a 1a", "[all] a [rank 0] a"),
+    ],
+)
+def test_a_line_of_all_ranks_is_shown_once(printed: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    output = Output(2)
+    for rank, line in printed.split():
+        output.hold(int(rank), "stdout", line)
+        output.show()
+    output.show(finish=True)
+    assert capsys.readouterr().out.split() == shown.split()
+    assert not any(output._counts), "nothing is kept"
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_line_waits_for_its_equals_but_not_for_long(wait: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    output = Output(2)
+    output.hold(0, "stdout", "a")
+    output.show(wait=wait)
+    assert capsys.readouterr().out == ("" if wait else "[rank 0] a\n")
+    time.sleep(output.due_s())
+    output.show()
+    assert capsys.readouterr().out == ("[rank 0] a\n" if wait else "")
+
+
 @pytest.mark.parametrize("before", [Printed("stdout", "plain\n"), Line("stdout", "Grü")])
 def test_letters_that_the_drivers_encoding_has_not(before: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     raw, drawn = io.BytesIO(), dict[Any, Any]()

@@ -61,7 +61,7 @@ def test_a_line_that_is_written_over() -> None:
             Reached("steps", done, 4, finished).shown(rank, 2, bars)
             drawn.append(read())
     shown = screen("".join(drawn))
-    assert re.fullmatch(r"steps \|#{30}\| 4/4 [\d.]+/s", shown[0]), shown
+    assert re.fullmatch(r"steps \|█{30}\| 4/4 [\d.]+/s", shown[0]), shown
     assert shown[1:] == [""], "the cursor is below it"
     assert "0/4" in drawn[0], "rank 1 hasn't begun"
     assert re.search(r"1/4 [\d.]+/s, rank 1 last$", drawn[1])
@@ -78,7 +78,7 @@ def test_it_ends_with_a_loop_that_raises() -> None:
         with pytest.raises(ZeroDivisionError):
             fail_at_the_second()
         shown = screen(read())
-    assert re.fullmatch(r"steps \|#{10}\.{20}\| 1/3 [\d.]+/s", shown[0]), shown
+    assert re.fullmatch(r"steps \|█{10} {20}\| 1/3 [\d.]+/s", shown[0]), shown
     assert shown[1:] == [""]
 
 
@@ -99,12 +99,12 @@ def test_a_bar_in_a_bar_is_below_it_and_goes() -> None:
         drawn.append(read())
     up = "\x1b[A"
     assert re.fullmatch(
-        r"\r\x1b\[Kepochs \|\.{30}\| 0/2 0.0/s\n\r\x1b\[Ksteps \|\.{30}\| 0/2 0.0/s\x1b\[A",
+        r"\r\x1b\[Kepochs \| {30}\| 0/2 0.0/s\n\r\x1b\[Ksteps \| {30}\| 0/2 0.0/s\x1b\[A",
         drawn[0].partition(up)[0] + up,
     ), drawn[0]
     assert drawn[0].endswith(f"\n\r\x1b[K{up}"), "it goes when it is done"
     last = screen(drawn[-1].rpartition(up)[2])
-    assert re.fullmatch(r"epochs \|#{30}\| 2/2 [\d.]+/s, step=1", last[0]), last
+    assert re.fullmatch(r"epochs \|█{30}\| 2/2 [\d.]+/s, step=1", last[0]), last
     with terminal() as read:
         for step in (bar := ltx.progress(range(2), label="steps")):
             bar.set_postfix(loss=torch.tensor(0.5 * step), kind="warm")
@@ -128,7 +128,7 @@ def test_a_table_of_ranks_and_the_curves_of_what_they_set_first() -> None:
     assert cells == ["0", "3", "1", "3 &lt;ms", "1", "2", "2", "3 &lt;ms"]
     lines = re.findall(r"points='([^']*)'", html)
     assert lines == ["0.0,40.0 200.0,60.0 300.0,80.0", "0.0,0.0 200.0,40.0"], "steps 0 to 3 by losses 3 to 1"
-    assert [re.sub("<.*?>", "", text) for text in re.findall("<text .*?</text>", html)] == ["3", "1"]
+    assert [re.sub("<.*?>", "", text) for text in re.findall("<text .*?</text>", html)] == ["1", "3", "1", "0", "3"]
     assert "<svg" not in told({0: [math.nan]})
     assert "0.0,0.0" in told({0: [2.0]}), "one point is a curve too"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import torch
 
 import ltx
 from ltx import Pool
-from ltx.errors import WorkerError
+from ltx.errors import CallInterruptedError, WorkerError
 from ltx.runtime.worker import starter
 from ltx.runtime.worker_group import WorkerGroup
 from tests.programs import begun, end
@@ -140,6 +141,14 @@ def test_a_fork_of_the_driver_leaves_the_workers_alone() -> None:
         assert not _is_gone(workers.pids[0])
     finally:
         workers.stop()
+
+
+def test_an_interrupt_while_they_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkerGroup, "receive", lambda *_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(CallInterruptedError) as caught:
+        Pool(2)
+    told = "CallInterruptedError: 2 workers were interrupted as they started, and ended."
+    assert caught.value._render_traceback_() == [told], "what a notebook shows, instead of frames"
 
 
 def test_workers_that_are_not_up_in_time() -> None:

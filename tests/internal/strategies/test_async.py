@@ -23,6 +23,7 @@ from tests.contract.strategies.problem import loss as problem_loss
 from tests.contract.strategies.problem import make_problem
 from tests.contract.strategies.references import async_averaging
 from tests.forks import SILENT_S
+from tests.inside import constant_hook, stateful
 from tests.kinds import OnNewAxis, Ranks
 from tests.train_on import go_on, said
 
@@ -326,10 +327,10 @@ def test_a_round_always_under_way(ranks: Ranks, seed: int) -> None:
 def test_a_compiled_graph_doesnt_leave_the_warm_up() -> None:
     strategy = AsyncAveraging(warmup_steps=2)
     with pytest.raises(UnsupportedError, match="at step 1 needs one reduction at this step and all later"):
-        strategy.hook_in_graph(1)
-    assert strategy.hook_in_graph(2) is None
-    assert strategy.stateful
-    assert not AsyncAveraging().stateful
+        constant_hook(strategy, 1)
+    assert constant_hook(strategy, 2) is None
+    assert stateful(strategy)
+    assert not stateful(AsyncAveraging())
 
 
 @pytest.mark.full

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx.core.training.backward import BackwardResult
-from ltx.core.training.step import UpdateThenSend
+from ltx.core.training.backward import BackwardResult, UpdateThenSend
 from ltx.errors import DeadlockDetectedError, InvalidStateError, UnsupportedError
 from tests import train_on
 from tests.contract.strategies.test_failures import BrokenError

@@ -50,7 +50,7 @@ def test_memory_that_others_see_isnt_written_to() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_differences_are_added_leaf_by_leaf(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ltx.core.gradients.comm_hook.CHUNK", 8)
+    monkeypatch.setattr("ltx.core.gradients.buffers.CHUNK", 8)
     sizes = [1, 0, 30, 4, 7]
     width = -(-sum(sizes) // rows)
     change = torch.randn(rows, width)

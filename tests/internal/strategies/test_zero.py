@@ -148,7 +148,7 @@ def ratio(grads: Params, state: Any, params: Params) -> Any:
     [
         ltx.optim.from_torch(torch.optim.Adafactor),
         ltx.optim.from_functions(lambda params: (), ratio),
-        ltx.extend.ClipByGlobalNorm(1.0, norm=torch.nn.utils.get_total_norm),  # of the whole, whatever it is
+        ltx.extend.optimizers.ClipByGlobalNorm(1.0, norm=torch.nn.utils.get_total_norm),  # of the whole, whatever it is
     ],
     ids=["Adafactor", "functions", "another norm"],
 )

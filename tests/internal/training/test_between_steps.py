@@ -98,7 +98,7 @@ def loaded(state: Any) -> Any:
 
 
 class Changing(ltx.DDPStrategy):
-    """Another hook from step 3 on, which `constant_after` doesn't say."""
+    """Another hook from step 3 on, which `cycle` doesn't say."""
 
     def hook(self, step: int) -> Any:
         return ltx.hooks.BF16() if step >= 3 else ltx.hooks.AllReduce()

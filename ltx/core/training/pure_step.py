@@ -1,0 +1,173 @@
+"""The executor of a training step without side effects: for transforms, also simulated ranks, and compiled graphs."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from ltx.core import collectives, comm
+from ltx.core.base import private, traced, tree
+from ltx.core.base.errors import UnsupportedError
+from ltx.core.collectives.calls import prepare_trace, traced_processes, traced_size
+from ltx.core.gradients.comm_hook import shared_part
+from ltx.core.gradients.planning import any_derivative
+from ltx.core.ranks.axis import Axis
+from ltx.core.training.backward import BackwardResult
+from ltx.core.training.guard import all_finite, checks_finite, loss_scale_of, may_raise
+from ltx.core.training.outputs import Batch, GivenGradients
+from ltx.core.training.replicas import check_replicas
+from ltx.core.training.settings import TrainSettings, check_layout, refuse_in_graph
+from ltx.core.training.step import Step
+from ltx.core.training.train_state import Metrics, TrainState
+from ltx.core.transforms.functional_call import Calls, own_grad_and_value
+from ltx.core.transforms.run import CallOptions, Weighted
+from ltx.core.transforms.strategy import stateful
+from ltx.core.transforms.strategy_update import StepInfo, Updated
+from ltx.core.transforms.sync_state import Synced, SyncState, plain_values
+from ltx.typing import Tree
+
+
+class PureStep(Step):
+    """A step whose results are new tensors, which derivatives pass through."""
+
+    detached = False
+
+    @classmethod
+    def of(cls, train: TrainSettings, state: TrainState, batch: Batch) -> PureStep:
+        """The step of `train` from `state`, after the checks that it wants, with the strategy's `begin`."""
+        strategy, sync = train.step.strategy, state.sync_state
+        if traced.recording():
+            refuse_in_graph(strategy, checks_finite(train), may_raise(train))
+            axis = Axis("data", 1)
+        else:
+            state.check_owned()
+            if train.check_every is not None and state.step % train.check_every == 0:
+                check_replicas(state, train.step.axis)
+            axis = comm.resolve(train.step.axis)
+            strategy.check(train.optimizer, axis)
+        info = StepInfo(sync.checked_step(), axis)
+        check_layout(strategy, info.step)
+        if not traced.recording():
+            _check_derivative(train, state, batch)
+        params = state.trained
+        pending = strategy.begin(params, sync.leaves, info, None)
+        return cls(train, state, batch, info, pending, params, *tree.flatten(params))
+
+    def differentiate(self) -> tuple[BackwardResult, torch.Tensor, Tree, Any]:
+        strategy, sync = self.train.step.strategy, self.state.sync_state
+        with_state = len(sync.leaves) > 0 or stateful(strategy)
+        # torch.func treats None as a leaf, and None stands in the places of frozen parameters.
+        flat, spec = tree.flatten(Synced(self.params, sync)) if with_state else (self.leaves, self.spec)
+        loss_scale = loss_scale_of(self.train, self.state)
+        others: list[Any] = []
+
+        def mean(leaves: list[torch.Tensor], calls: AbstractContextManager[None] | None = None) -> tuple[Any, Any]:
+            flat = None if with_state else (leaves, spec)
+            options = CallOptions(step=self.info.step, frozen=self.state.frozen, flat=flat)
+            run, (loss, buffers, aux) = self.called(tree.unflatten(spec, leaves), options, calls)
+            value = run._replace(output=loss).value()
+            # torch.func accepts only tensors as aux.
+            rest, structure = tree.flatten((buffers, aux))
+            others[:] = [structure, loss, [None if isinstance(x, torch.Tensor) else x for x in rest]]
+            tensors = [value, *(x for x in rest if isinstance(x, torch.Tensor))]
+            return value if loss_scale is None else value * loss_scale, tensors
+
+        if traced.recording() or private.in_transform():
+            flat_grads, (_, (loss, *tensors)) = own_grad_and_value(mean, has_aux=True)(flat)
+        else:  # under plain autograd, a user of the step may differentiate with respect to its batch
+            with torch.enable_grad():
+                inputs = [x.view_as(x) if x.requires_grad else _leaf(x) for x in flat]
+                calls = Calls()
+                total, (loss, *tensors) = mean(inputs, calls.recorded())
+                with calls.in_pass():
+                    flat_grads = torch.autograd.grad(
+                        total, inputs, create_graph=True, allow_unused=True, materialize_grads=True
+                    )
+        count = len(self.leaves)
+        grads, states = flat_grads[:count], sync.leaves
+        if with_state:
+            states = tree.unflatten(spec, flat_grads).sync_state.leaves
+        if loss_scale is not None:
+            inverse = 1 / loss_scale
+            grads = [(g * inverse).to(g.dtype) for g in grads]
+        structure, output, rest = others
+        aux_tensors = iter(tensors)
+        buffers, aux = tree.unflatten(structure, [next(aux_tensors) if x is None else x for x in rest])
+        return BackwardResult([*grads], states), self._mean(loss, isinstance(output, Weighted)), buffers, aux
+
+    def _mean(self, loss: torch.Tensor, weighted: bool) -> torch.Tensor:
+        """The mean loss of all ranks. In a compiled graph of several ranks its sum has the next clock beside it."""
+        axis, clock = self.train.step.axis, self.state.sync_state.clock
+        hook = None if traced.recording() else self.train.step.strategy.hook(self.info.step)
+        self._clock = clock + 1
+        if torch.compiler.is_compiling() and traced_processes(key := prepare_trace(axis)):
+            mean, self._clock = _mean_in_graph(key, loss, self.info.step, clock)
+            return loss if weighted else mean
+        if not weighted and (traced.recording() or hook is not None):
+            loss = collectives.pmean(loss, axis if hook is None else shared_part(hook, self.info.axis) or axis)
+        return loss
+
+    def finite(self, done: BackwardResult) -> bool | torch.Tensor | None:
+        if not checks_finite(self.train):
+            return None
+        return all_finite(self.train, [x.detach() for x in done.grads or ()], self.info)
+
+    def knows_bad(self, finite: torch.Tensor) -> bool:
+        return may_raise(self.train) and not bool(plain_values(finite).all())
+
+    def update(self, done: BackwardResult, states: Any, finite: Any, loss: torch.Tensor) -> Updated:
+        updated = super().update(done, states, finite, loss)
+        if updated.pending is not None:
+            raise UnsupportedError(
+                f"{self.train.step.strategy!r} leaves work under way between two steps, which transforms can't carry. "
+                "It has to complete within a step there."
+            )
+        return updated
+
+    def commit(self, updated: Updated, following: TrainState, metrics: Metrics) -> None:
+        if not traced.recording() and self.state.module is not None and not private.in_transform():
+            following.__dict__["module"] = self.state.module
+            self.state.module.show(following)
+
+    def next_sync(self, updated: Updated) -> SyncState:
+        sync: SyncState = self.state.sync_state
+        if traced.recording():  # a step number in the structure would make every step compile anew
+            return SyncState(updated.states, sync.uses, self._clock, sync.step)
+        return sync.advanced(updated.states)
+
+
+def _check_derivative(train: TrainSettings, state: TrainState, batch: Batch) -> None:
+    """Raise if the step is differentiated and the derivative would be incomplete."""
+    parts = state.trained, state.frozen, state.buffers, batch.args, batch.named
+    if not any_derivative([x for x in tree.flatten(parts)[0] if isinstance(x, torch.Tensor)]):
+        return
+    strategy = train.step.strategy
+    if any(isinstance(fn, GivenGradients) for fn in (train.step.fn, getattr(train.step.fn, "fn", None))):
+        what = (
+            'a step with returns="grads" gives gradients whose own derivative is unknown. Let the step return its loss'
+        )
+    elif state.sync_state.leaves and strategy.communicates_besides:
+        what = f"what {type(strategy).__name__} keeps from step to step has no derivative. Use ltx.DDPStrategy()"
+    else:
+        return
+    raise UnsupportedError(
+        f"train_step: the state or the batch of this step is differentiated, and {what}; or, if no derivative is "
+        "wanted, detach them, or call the step under torch.no_grad()."
+    )
+
+
+def _leaf(x: torch.Tensor) -> torch.Tensor:
+    """A new leaf with the value and tangent of `x`, to take gradients with respect to it."""
+    tangent = forward_ad.unpack_dual(x).tangent if private.has_tangents() else None
+    leaf = x.detach().requires_grad_()
+    return leaf if tangent is None else forward_ad.make_dual(leaf, tangent)
+
+
+def _mean_in_graph(key: str, loss: torch.Tensor, step: int, clock: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(mean loss, clock one step later). The sum includes the step's number, which ranks compare."""
+    number = comm.number_in_graph(step, clock).to(loss.device)
+    sums = collectives.psum(torch.cat([loss.double().reshape(1), number, number * number]), key)
+    return (sums[0] / traced_size(key)).to(loss.dtype), comm.count_in_graph(key, step, clock, sums[1], sums[2])
