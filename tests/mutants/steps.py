@@ -188,7 +188,7 @@ MUTANTS = (
     Mutant(
         name="steps: a state that somebody has looked at keeps the answers",
         where="TrainState._look_at",
-        old='self.__dict__["_resolved"] = None  # what the part holds may change from now on',
+        old='self.__dict__["resolved"] = None  # what the part holds may change from now on',
         new="pass",
         breaks="a parameter that was put into a state, or froze, is ignored, and an older one is trained",
         tests=("tests/internal/training/test_between_steps.py",),
@@ -228,7 +228,7 @@ MUTANTS = (
     Mutant(
         name="steps: the state that takes over tensors somebody holds keeps the answers",
         where="hand_over",
-        old="_resolved=None)",
+        old="resolved=None)",
         new=")",
         breaks="the next step updates tensors that were given away",
         tests=("tests/internal/training/test_between_steps.py",),

@@ -378,7 +378,7 @@ class EagerStep(Step):
         state = self.state
         carried = self.resolved.after(following, self._work.run)
         following.__dict__.update(
-            sees_loss=state.sees_loss, of_step=True, _made_by=self.train, _resolved=carried, module=state.module
+            sees_loss=state.sees_loss, of_step=True, made_by=self.train, resolved=carried, module=state.module
         )
         with uninterrupted(updated.finish is not None):
             if updated.finish is not None:
@@ -387,10 +387,10 @@ class EagerStep(Step):
             self._written, self._following = Written.ALL, following
             self.committed()
             if (module := state.module) is not None:
-                moved = carried is not self.resolved or module.shows is not state._lease
+                moved = carried is not self.resolved or module.shows is not state.lease
                 if moved or module.buffers:
                     module.show(following, moved)
-                module.shows = module.last = following._lease
+                module.shows = module.last = following.lease
             if self.train.donate:
                 hand_over(state, following.unseen(), self.seen)
 

@@ -95,6 +95,11 @@ class TrainState(Readable):
             step takes a copy that was made meanwhile.
         frozen: the parameters that aren't trained, with None in the places of trained ones; None if all are trained.
         module: the module that follows the steps of this state; None unless ``train.init(module)`` has begun it.
+        lease: the cell that says whether this state, and others in the same memory, can be used.
+        seen: the parts whose tensors the user may hold references to. All, unless a step has made the state.
+        of_step: whether a step or init has made this state, or it is a copy of such; else the program has.
+        made_by: the train step that has made this very object, or took it for one of its own; else None.
+        resolved: what that step had asked (:class:`ltx.core.training.resolved.Resolved`).
     """
 
     params: Tree
@@ -107,13 +112,13 @@ class TrainState(Readable):
     pending: Any = field(default=None, repr=False)
     frozen: Tree = field(default=None, repr=False)
     module: Any = field(default=None, repr=False)
-    _lease: _Lease = field(default_factory=lambda: [None], repr=False)
+    lease: _Lease = field(default_factory=lambda: [None], repr=False)
+    seen: tuple[str, ...] = field(default=_PARTS, init=False, repr=False)
+    of_step: bool = field(default=False, init=False, repr=False)
+    made_by: Any = field(default=None, init=False, repr=False)
+    resolved: Any = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        # Somebody else than a step may hold the tensors of the state that it makes; steps reset this for their states.
-        object.__setattr__(self, "_seen", _PARTS)
-        object.__setattr__(self, "_made_by", None)
-        object.__setattr__(self, "_resolved", None)
         if self.frozen is not None:
             given = self.__dict__["_params"]
             frozen = tree.masked(tree.filled(given, self.frozen), self.frozen)  # Dynamo can't flatten None alone
@@ -136,15 +141,15 @@ class TrainState(Readable):
         if traced.recording():
             return
         self.check_owned()
-        self.__dict__["_resolved"] = None  # what the part holds may change from now on
+        self.__dict__["resolved"] = None  # what the part holds may change from now on
         if part not in self.seen:
-            self.__dict__["_seen"] = (*self.seen, part)
+            self.__dict__["seen"] = (*self.seen, part)
 
     def __getstate__(self) -> dict[str, Any]:
         for part in _PARTS:
             self._look_at(part)
         # this process alone has what is pending, and the train step
-        alone = {"pending": _LOST if self.under_way else None, "_made_by": None, "_resolved": None}
+        alone = {"pending": _LOST if self.under_way else None, "made_by": None, "resolved": None}
         return self.__dict__ | alone
 
     def check_owned(self) -> None:
@@ -153,42 +158,22 @@ class TrainState(Readable):
         Raises:
             DonatedStateError: it was donated. InvalidStateError: it is invalid.
         """
-        if isinstance(self._lease[0], str):
-            raise InvalidStateError(self._lease[0])
-        if self._lease[0] is not None:
+        if isinstance(self.lease[0], str):
+            raise InvalidStateError(self.lease[0])
+        if self.lease[0] is not None:
             raise DonatedStateError(
-                f"this TrainState (step {self.step}) was donated to the step that made state {self._lease[0]}: "
+                f"this TrainState (step {self.step}) was donated to the step that made state {self.lease[0]}: "
                 "its tensors were updated in place and hold other values now. Use the state that the step returned, "
                 "state, metrics = train(state, ...); to keep an old one, copy.deepcopy(state) before the step, or "
                 "train_step(..., donate=False)."
             )
 
-    @property
-    def made_by(self) -> Any:
-        """The train step that has made this very object, or took it for one of its own; else None."""
-        return self.__dict__["_made_by"]
-
-    @property
-    def lease(self) -> _Lease:
-        """The cell that says whether this state, and others in the same memory, can be used."""
-        return self._lease
-
-    @property
-    def resolved(self) -> Any:
-        """What the step that has made this very object had asked (:class:`ltx.core.training.resolved.Resolved`)."""
-        return self.__dict__["_resolved"]
-
     def by(self, train: Any) -> TrainState:
         """Note that `train` has made this state, which its module shows. Returns the state."""
-        self.__dict__["_made_by"] = train
+        self.__dict__["made_by"] = train
         if self.module is not None:
             self.module.show(self)
         return self
-
-    @property
-    def of_step(self) -> bool:
-        """Whether a step or init has made this state, or it is a copy of such; else the program has."""
-        return "of_step" in self.__dict__
 
     @property
     def under_way(self) -> bool:
@@ -215,15 +200,9 @@ class TrainState(Readable):
                 "hold. Finish it first, on all ranks: state = train.finish(state)."
             )
 
-    @property
-    def seen(self) -> tuple[str, ...]:
-        """The parts whose tensors the user may hold references to."""
-        seen: tuple[str, ...] = self.__dict__["_seen"]
-        return seen
-
     def unseen(self) -> TrainState:
         """Note that the user holds none of this state's tensors. Returns the state."""
-        self.__dict__["_seen"] = ()
+        self.__dict__["seen"] = ()
         return self
 
     def held(self, name: str) -> Tree:
@@ -232,27 +211,27 @@ class TrainState(Readable):
 
     def donate(self) -> None:
         """Mark this state as donated: from now on reading it raises."""
-        self._lease[0] = self.step + 1
+        self.lease[0] = self.step + 1
         for name in _HELD:
             self.__dict__.pop(name, None)
 
     def begin_writing(self) -> None:
         """Called before a step writes to this state's tensors: the state is invalid until the step has ended."""
-        self._lease[0] = (
+        self.lease[0] = (
             f"this TrainState (step {self.step}) is invalid: something failed while its tensors were updated in place. "
             "Load a checkpoint. With donate=False the tensors of a state are never written to."
         )
 
     def undo_begin(self) -> None:
         """Undo :meth:`begin_writing`, because nothing was written."""
-        self._lease[0] = None
+        self.lease[0] = None
 
     def invalidate(self, why: str) -> None:
         """Mark this state as invalid, because only some tensors were updated in place: reading it raises with `why`."""
-        self._lease[0] = why
+        self.lease[0] = why
         for name in _WRITTEN:
             self.__dict__.pop(f"_{name}", None)
-        if self.module is not None and self.module.shows is self._lease:
+        if self.module is not None and self.module.shows is self.lease:
             self.module.spoil(f"this {self.module.kind} has the tensors of a TrainState, and {why}")
 
     def become(self, following: TrainState) -> None:
@@ -407,7 +386,7 @@ def hand_over(state: TrainState, following: TrainState, seen: Sequence[str]) -> 
     state.donate()
     if held:
         apart = {name: tree.map(lambda x: x.detach() if id(x) in held else x, following.held(name)) for name in _PARTS}
-        following.__dict__.update({f"_{name}": part for name, part in apart.items()}, _resolved=None)
+        following.__dict__.update({f"_{name}": part for name, part in apart.items()}, resolved=None)
         give_away(
             held.values(),
             f"this tensor was read off the TrainState of step {state.step}, and that state was donated to the step "

@@ -190,9 +190,9 @@ def outcome(row: Row, slow: bool) -> tuple[Any, bool]:
     try:
         for number in range(5):
             if slow:
-                lease = state._lease
+                lease = state.lease
                 state = replace(state)
-                assert state._lease is lease
+                assert state.lease is lease
                 state.__dict__["of_step"] = True
             x = torch.randn(4, 5, generator=draw)
             if number != 3:
