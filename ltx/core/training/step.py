@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from ltx.core import comm
-from ltx.core.base import tree
+from ltx.core.base import traced, tree
 from ltx.core.optim.base import Update, with_loss
 from ltx.core.training.backward import BackwardResult
 from ltx.core.training.guard import (
@@ -29,7 +29,7 @@ from ltx.core.training.guard import (
 )
 from ltx.core.training.outputs import Batch, Outputs, arguments_of, outputs_of
 from ltx.core.training.settings import TrainSettings, check_weighted
-from ltx.core.training.train_state import Metrics, TrainState, torch_states
+from ltx.core.training.train_state import Metrics, Rates, TrainState, torch_states
 from ltx.core.transforms.run import CallOptions, Run, Weighted
 from ltx.core.transforms.strategy_update import StepInfo, Updated, check_next, check_updated
 from ltx.core.transforms.sync_state import SyncState
@@ -74,6 +74,9 @@ class Step:
             with self.uninterrupted():
                 updated = self.update(done, states, finite, loss)
                 sync, metrics = self.next_sync(updated), Metrics(loss, aux)
+                if not traced.recording():
+                    found = train.step.strategy.rates(train.optimizer, state.held("opt_state"), self.info.axis)
+                    metrics = Metrics(loss, aux, rates=Rates(found))
                 following, metrics = next_state(train, state, updated, buffers, sync, metrics, finite)
                 self.commit(updated, following, metrics)
         except BaseException as error:
