@@ -7,7 +7,7 @@ from ltx.extend import arguments, optimizers
 
 if TYPE_CHECKING:
     from ltx.optim.averages import EmaState, averaged, ema
-    from ltx.optim.by_path import masked, partition
+    from ltx.optim.by_path import from_torch, masked, partition
     from ltx.optim.noise import add_noise
     from ltx.optim.quantized_adam import qadam
     from ltx.optim.schedules import adjust, adjustable, from_scheduler, linear, reduce_on_plateau, warmup_cosine
@@ -21,7 +21,6 @@ chain = optimizers.chain
 clip_by_global_norm = optimizers.clip_by_global_norm
 clip_by_value = optimizers.clip_by_value
 from_functions = optimizers.from_functions
-from_torch = optimizers.from_torch
 grad_norm = optimizers.grad_norm
 identity = optimizers.identity
 measure_global_norm = optimizers.measure_global_norm
@@ -60,19 +59,16 @@ __all__ = [
 # Most programs need few of these, and making their dataclasses takes time: each module is imported at first use.
 _LATER = {
     **dict.fromkeys(("EmaState", "averaged", "ema"), "averages"),
-    **dict.fromkeys(("masked", "partition"), "by_path"),
+    **dict.fromkeys(("from_torch", "masked", "partition"), "by_path"),
     "add_noise": "noise",
     "qadam": "quantized_adam",
-    **dict.fromkeys(
-        ("adjust", "adjustable", "from_scheduler", "linear", "reduce_on_plateau", "warmup_cosine"), "schedules"
-    ),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name not in __all__:
         raise arguments.lacks(f"module {__name__!r}", name)
-    return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_LATER.get(name, 'schedules')}"), name)
 
 
 def __dir__() -> list[str]:

@@ -63,6 +63,9 @@ class Ema(Optimizer):
         new_params, inner = self.optimizer.apply(grads, state.inner, params, donate=donate)
         return new_params, EmaState(inner, self._averaged(state.average, new_params, donate))
 
+    def _rates(self, state: EmaState) -> Any:
+        return self.optimizer._rates(state.inner) if isinstance(state, EmaState) else None
+
     def _unless(self, skip: Tensor, params: Sequence[Tensor]) -> Ema:
         conditional = Ema(optimizers.unless(self.optimizer, skip, params), self.decay)
         object.__setattr__(conditional, "_skip", skip)
@@ -110,10 +113,11 @@ class Ema(Optimizer):
 def ema(optimizer: Optimizer, decay: float) -> Optimizer:
     """`optimizer`, with an exponential moving average of the parameters in its state.
 
-    After each update ``average <- decay * average + (1 - decay) * params``; the average begins as a copy of the first
-    parameters. torch's ``get_ema_multi_avg_fn`` computes the same. :func:`averaged` reads the average. Averages are in
-    float32 or wider, because 16 bits would round changes this small away. Nothing is communicated: where ranks have the
-    same parameters, they have the same averages. ``overlap="update"`` works if it works with `optimizer`.
+    After each update ``average <- decay * average + (1 - decay) * params``; it begins as a copy of the parameters that
+    `init` gets. torch's ``AveragedModel`` with ``get_ema_multi_avg_fn`` computes the same if its ``update_parameters``,
+    which at first copies, is called before the first step too. :func:`averaged` reads it. Averages are in float32 or
+    wider, as 16 bits would round such small changes away. Nothing is communicated: where ranks have the same
+    parameters, they have the same averages. ``overlap="update"`` works if it works with `optimizer`.
 
     >>> import torch, ltx
     >>> sgd = ema(ltx.optim.from_torch(torch.optim.SGD, lr=1.0), 0.75)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
 import optree
+import torch
 from torch import Tensor
 
 from ltx.errors import OptimError
@@ -50,6 +51,9 @@ class Partition(Optimizer):
         members = tuple((label, optimizers.times_lr(member, factor)) for label, member in self.members)
         known = tuple((label, scaled) for label, scaled in members if scaled is not None)
         return Partition(known, self.labels) if len(known) == len(members) else None
+
+    def _rates(self, state: States) -> Any:
+        return {label: member._rates(state[label]) for label, member in self.members if label in state}
 
     def _unless(self, skip: Tensor, params: Sequence[Tensor]) -> Partition:
         members = tuple((label, optimizers.unless(one, skip, params)) for label, one in self.members)
@@ -129,7 +133,7 @@ def _places_of(partition: Partition, paths: tuple[str, ...], with_none: tuple[st
         if missing := [path for path in paths if path not in found]:
             raise OptimError(
                 f"partition: no pattern of labels fits {', '.join(missing[:6])}{', ...' if len(missing) > 6 else ''}. "
-                'Give the rest a label: {..., "*": "the rest"}.'
+                'Give the rest a label, {..., "*": "the rest"}, or a group, {"params": "*"}.'
             )
         labels = [found[path] for path in paths]
     else:
@@ -201,6 +205,100 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Mapping[str, str] | C
             f"{brief(labels)}."
         )
     return Partition(tuple(optimizers.items()), labels)
+
+
+def from_torch(
+    cls: type[torch.optim.Optimizer],
+    groups: Mapping[str, Mapping[str, Any]] | Sequence[Mapping[str, Any]] | None = None,
+    *,
+    lr: float | Callable[[int], float] | None = None,
+    start_step: int = 0,
+    **kwargs: Any,
+) -> Optimizer:
+    """Any ``torch.optim`` class as an optimizer with explicit state. Its results equal the class's to the bit.
+
+    This one holds nothing: it gets parameters, gradients and its state, and returns the next parameters and state.
+
+    >>> import torch, ltx
+    >>> optimizer = from_torch(torch.optim.SGD, lr=0.5, momentum=0.9)
+    >>> params = {"w": torch.ones(2)}
+    >>> state = optimizer.init(params)
+    >>> params, state = optimizer.apply({"w": torch.tensor([1.0, 2.0])}, state, params)
+    >>> params, state.count
+    ({'w': tensor([0.5000, 0.0000])}, 1)
+    >>> optimizer
+    from_torch(torch.optim.SGD, lr=0.5, momentum=0.9)
+
+    Groups of parameters are a :func:`partition` of such optimizers:
+
+    >>> sgd = from_torch(torch.optim.SGD, {"*bias": {"momentum": 0.0}, "head*": {"start_step": 100}}, lr=0.5)
+    >>> list(sgd.init({"bias": torch.zeros(1), "head": torch.zeros(1), "body": torch.zeros(1)}))
+    ['*bias', 'head*', '*']
+
+    Nothing is communicated: ranks with the same parameters, state and gradients get the same results to the bit.
+    ``init`` makes the complete state (:class:`TorchState`), whose structure never changes. ``apply`` returns what
+    ``cls.step()`` computes. ``update`` returns the difference; adding it may round differently in the last bit.
+
+    torch's fused kernels are used wherever there are some, unless ``fused=False``, ``foreach=True`` or
+    ``differentiable=True`` turns them off. With ``donate=True`` parameters and state are updated in place. Under
+    ``vmap`` every example's result equals that of a separate run to the bit. The update is differentiable: under
+    ``grad`` and ``jvp``, and by plain autograd if gradients are enabled and the gradients, parameters (but autograd
+    leaves), state or the schedule's rate require grad. It then takes torch's ``differentiable`` path, equal up to
+    rounding, and ignores ``donate``. For no derivative detach its inputs, or run it under ``torch.no_grad()``.
+
+    Args:
+        cls: the class, not an instance. LBFGS raises an error, since it calls the loss. A third-party class that
+            doesn't make its state in ``_init_group`` (timm's, a ten-line Lion) works with its own ``step()``, on all
+            parameters together. It can't be compiled or differentiated, and ``overlap="update"`` and ZeRO refuse it. If
+            it has a ``train()`` method (schedulefree's), ltx calls it before each step; the weights that its ``eval()``
+            would leave are ``optimizer.evaluated(state.params, state.opt_state)``.
+        groups: hyperparameters by patterns of paths, as in :func:`partition`. A parameter is in the group of the first
+            pattern that fits; where none does, the keywords hold. Or torch's list of groups, ``[{"params": names,
+            "weight_decay": 0.0}, {"params": "*"}]``: names (or patterns), or pairs of ``named_parameters()``, and each
+            parameter in a group. The state is a dict by pattern, or by place in the list ("0", "1", ...).
+        lr: a number, or a schedule as in optax: a function from the number of updates done so far (0 at first) to a
+            number or 0-dim tensor. Or a rate that the state keeps: :func:`adjustable`, :func:`reduce_on_plateau`. None
+            is torch's default. ASGD and Rprop keep a rate of their own in the state, which starts as the schedule's
+            value at `start_step`.
+        start_step: the first steps, so many, have no update, as if there were no gradients: the state of torch's class
+            (Adam's own count) begins with the first real one, and a schedule counts all steps. For a group, too.
+        kwargs: the hyperparameters of `cls`, by torch's names. A number, or a tuple of numbers such as ``betas``, may
+            also be a schedule or be kept in the state, as `lr` may.
+
+    Raises:
+        ltx.errors.OptimError: if torch refuses the hyperparameters, if one is unknown, if `cls` can't run with explicit
+            state, or if a parameter in a list has no name or two groups. The optimizer's methods raise it if a pattern
+            fits no parameter, and for parameters or gradients that `cls` doesn't take; they have written nothing.
+    """
+    shared = {"lr": lr, "start_step": start_step, **kwargs}
+    if groups is None:
+        return optimizers.from_torch(cls, **shared)
+    if isinstance(groups, Mapping):
+        own = {pattern: {**group} for pattern, group in groups.items()} | ({} if "*" in groups else {"*": {}})
+        labels = {pattern: pattern for pattern in own}
+    else:
+        own, labels = _torch_groups(f"from_torch({cls.__name__}): ", groups)
+    return partition({label: optimizers.from_torch(cls, **shared | group) for label, group in own.items()}, labels)
+
+
+def _torch_groups(what: str, groups: Any) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """The hyperparameters by label, and the labels by name, of a list of torch's param groups."""
+    own: dict[str, dict[str, Any]] = {}
+    labels: dict[str, str] = {}
+    for place, group in enumerate(groups):
+        own[str(place)] = {**group} if isinstance(group, Mapping) else {"params": group}
+        params = own[str(place)].pop("params", ())
+        for each in [params] if isinstance(params, str | Tensor) or not isinstance(params, Iterable) else params:
+            name = each[0] if isinstance(each, tuple) and each else each
+            if not isinstance(name, str):
+                raise OptimError(
+                    f"{what}group {place} has {brief(name)} among its params, which ltx knows by their names. Write "
+                    '{"params": [name for name, p in model.named_parameters() if ...], ...}.'
+                )
+            if name in labels:
+                raise OptimError(f"{what}{name!r} is in group {labels[name]} and in group {place}.")
+            labels[name] = str(place)
+    return own, labels
 
 
 def masked(transform: Optimizer, where: str | Sequence[str]) -> Optimizer:

@@ -201,6 +201,9 @@ class HorovodStrategy(Strategy):
     def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Tree:
         return self._on(optimizer, axis).init(params)
 
+    def rates(self, optimizer: Optimizer, opt_state: Tree, axis: Axis) -> Any:
+        return super().rates(self._on(optimizer, axis), opt_state, axis)
+
     def _on(self, optimizer: Optimizer, axis: Axis) -> Optimizer:
         return with_scaled_lr(optimizer, axis.size) if self.scale_lr else optimizer
 

@@ -113,6 +113,9 @@ class ZeroStrategy(Strategy):
                 )
         return as_shards(state, axis)
 
+    def rates(self, optimizer: Optimizer, opt_state: Shards, axis: Axis) -> Any:
+        return super().rates(optimizer, opt_state.state, axis)
+
     def update(self, update: Update, states: States, info: StepInfo, pending: Any) -> Updated:
         axis, (leaves, spec) = info.axis, tree.flatten(update.params)
         params, grads = own_parts(update.params, axis), own_parts(update.grads, axis)

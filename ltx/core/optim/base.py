@@ -93,6 +93,16 @@ class Optimizer(Offering[OptimizerOffers], ABC, kind=OptimizerOffers):
         """
         raise OptimError(_NOT_LEAFWISE.format(self))
 
+    def _times_lr(self, factor: float) -> Optimizer | None:
+        return None
+
+    def _unless(self, skip: Tensor, params: Sequence[Tensor]) -> Optimizer | None:
+        return None
+
+    def _rates(self, state: Tree) -> Any:
+        """What computes the learning rates of the update of `state`: a function, a dict by group, or None."""
+        return None
+
 
 def apply_leaves(optimizer: Optimizer, grads: Tensors, states: LeafStates, params: Tensors, state: Tree) -> None:
     """Update some leaves in place: call ``optimizer.update_leaves`` and add the updates that it returns."""
@@ -146,8 +156,7 @@ def sees_loss(state: Tree) -> bool:
 
 def times_lr(optimizer: Optimizer, factor: float) -> Optimizer | None:
     """`optimizer` with `factor` times its learning rate; None if the rate isn't known, as in :func:`from_functions`."""
-    scaled: Callable[[float], Optimizer | None] | None = getattr(optimizer, "_times_lr", None)
-    return None if scaled is None else scaled(factor)
+    return optimizer._times_lr(factor)
 
 
 def unless(optimizer: Optimizer, skip: Tensor, params: Sequence[Tensor]) -> Optimizer:
@@ -156,8 +165,7 @@ def unless(optimizer: Optimizer, skip: Tensor, params: Sequence[Tensor]) -> Opti
     An accelerator reads `skip` when the update runs, so the host needn't wait for its value. An optimizer whose kernels
     can't read `skip` runs on copies, from which :class:`Unless` chooses.
     """
-    told: Callable[[Tensor, Sequence[Tensor]], Optimizer | None] | None = getattr(optimizer, "_unless", None)
-    return (None if told is None else told(skip, params)) or Unless(optimizer, skip)
+    return optimizer._unless(skip, params) or Unless(optimizer, skip)
 
 
 @dataclass(frozen=True)

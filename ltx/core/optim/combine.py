@@ -106,6 +106,9 @@ class Chain(Optimizer):
         last = times_lr(self.members[-1], factor)
         return None if last is None else Chain((*self.members[:-1], last))
 
+    def _rates(self, state: Tree) -> Any:
+        return self.members[-1]._rates(state[-1]) if isinstance(state, tuple) and state else None
+
     def _unless(self, skip: Tensor, params: Sequence[Tensor]) -> Chain:
         return Chain(tuple(unless(member, skip, params) for member in self.members))
 

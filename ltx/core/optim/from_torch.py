@@ -21,7 +21,6 @@ from ltx.core.base.tree import check_tensors, flatten
 from ltx.core.gradients.planning import any_derivative
 from ltx.core.optim.base import (
     LeafStates,
-    Optimizer,
     OptimizerOffers,
     Rate,
     Tensors,
@@ -80,7 +79,7 @@ class TorchOptimizer(ClassOptimizer):
         fused = self._fused(leaves)
         check_params(self.cls, params, fused if self.kwargs.get("fused") else None)
         hyper = self._hyper
-        lr = self._values(0, hyper).get("lr", self.kernel.group["lr"])
+        lr = self._values(self.start_step, hyper).get("lr", self.kernel.group["lr"])
         self._traced(lr, 0)  # may be refused
         # the first state depends on shapes alone, so every example of a batch shares it unbatched
         if is_transforming():
@@ -95,13 +94,15 @@ class TorchOptimizer(ClassOptimizer):
         states = self._per_param(state, spec)
         check_grads(grad_leaves, leaves, params)
         check_grad_layouts(self.cls, grad_leaves, params)
+        if (self._varying or self.start_step) and traced.recording():
+            _prepare_trace(self)  # refuses it
+        if state.count < self.start_step:
+            grad_leaves = [None] * len(leaves)
         has_grad: Sequence[int] = range(len(leaves))
         picked: tuple[Tensors, LeafStates, Tensors] = (grad_leaves, states, leaves)
         if type(None) in [*map(type, grad_leaves)]:
             has_grad = [index for index, grad in enumerate(grad_leaves) if grad is not None]
             picked = ([grad_leaves[i] for i in has_grad], [states[i] for i in has_grad], [leaves[i] for i in has_grad])
-        if self._varying and traced.recording():
-            _prepare_trace(self)  # refuses it
         next_count, hyper = traced.one_more(state.count), self._hyper_after(state)
         values = self._values(state.count, state.hyper)
         rate = self._traced(values.get("lr"), state.count)
@@ -137,7 +138,11 @@ class TorchOptimizer(ClassOptimizer):
         fixed = None if self._varying else given.row.numbers_of(self.kernel.group)
 
         def run(grads: Tensors, state: TorchState) -> TorchState | None:
-            numbers = fixed or given.row.numbers_of({**self.kernel.group, **self._values(state.count, ())})
+            numbers = (
+                None
+                if state.count < self.start_step
+                else fixed or given.row.numbers_of({**self.kernel.group, **self._values(state.count, ())})
+            )
             if numbers is None or {*map(attrgetter("layout"), grads)} != {torch.strided}:
                 return None
             if not all([*map(Tensor.is_contiguous, grads)]):
@@ -162,6 +167,8 @@ class TorchOptimizer(ClassOptimizer):
     def update_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: TorchState) -> None:
         check_grads(grads, params)
         check_grad_layouts(self.cls, grads)
+        if state.count < self.start_step:
+            return
         values = self._values(state.count, state.hyper)
         if isinstance(lr := values.get("lr"), Tensor) and lr.requires_grad:
             raise OptimError(
@@ -243,70 +250,19 @@ def _times(lr: Callable[[int], Any], factor: float, count: int) -> Any:
     return lr(count) * factor
 
 
-def from_torch(
-    cls: type[torch.optim.Optimizer], *, lr: float | Callable[[int], float] | None = None, **kwargs: Any
-) -> Optimizer:
-    """Any ``torch.optim`` class as an optimizer with explicit state. Its results equal the class's to the bit.
-
-    An optimizer of torch holds the parameters and changes them. This one holds nothing: you give it the parameters,
-    the gradients and its state, and it returns the next parameters and the next state.
-
-    >>> import torch
-    >>> optimizer = from_torch(torch.optim.SGD, lr=0.5, momentum=0.9)
-    >>> params = {"w": torch.ones(2)}
-    >>> state = optimizer.init(params)
-    >>> params, state = optimizer.apply({"w": torch.tensor([1.0, 2.0])}, state, params)
-    >>> params, state.count
-    ({'w': tensor([0.5000, 0.0000])}, 1)
-    >>> optimizer
-    from_torch(torch.optim.SGD, lr=0.5, momentum=0.9)
-
-    Nothing is communicated: ranks with the same parameters, state and gradients get the same results to the bit.
-    ``init`` makes the complete state (:class:`TorchState`), so its structure never changes. ``apply`` returns what
-    ``cls.step()`` computes. ``update`` returns the difference; adding it to the parameters may round differently in the
-    last bit.
-
-    torch's fused kernels are used for every parameter whose dtype and device have one (on CPU they are about 4 times as
-    fast as ``foreach``). ``fused=False``, ``foreach=True`` or ``differentiable=True`` turns them off. With
-    ``donate=True`` parameters and state are updated in place. Under ``vmap`` every example's result equals that of a
-    separate run to the bit.
-
-    The update is differentiable: under ``grad`` and ``jvp``, and by plain autograd if gradients are enabled and the
-    gradients, parameters, state or the schedule's rate require grad. It then takes torch's ``differentiable`` path,
-    equal up to rounding. A differentiated update ignores ``donate``. Parameters that are autograd leaves don't make an
-    update differentiable. If a training loop wants no derivative of updates, detach their inputs or run under
-    ``torch.no_grad()``.
-
-    Args:
-        cls: the class, not an instance. As in torch, SparseAdam needs sparse gradients, and Muon needs 2-D parameters.
-            LBFGS raises an error, since it calls the loss. A third-party class that doesn't make its state in
-            ``_init_group`` (timm's, transformers' Adafactor, a ten-line Lion) works with its own ``step()``, on all
-            parameters together. It can't be compiled or differentiated, and ``overlap="update"`` and ZeRO refuse it. If
-            it has a ``train()`` method (schedulefree's classes), ltx calls it before each step; the weights that its
-            ``eval()`` would leave are ``optimizer.evaluated(state.params, state.opt_state)``.
-        lr: a number, or a schedule as in optax: a function from the number of updates done so far (0 at first) to a
-            number or 0-dim tensor. Or a rate that the state keeps: :func:`adjustable`, :func:`reduce_on_plateau`. None
-            is torch's default. ASGD and Rprop keep a rate of their own in the state, which starts as the schedule's
-            value at 0.
-        kwargs: the hyperparameters of `cls`, by torch's names. A number, or a tuple of numbers such as ``betas``, may
-            also be a schedule or be kept in the state, as `lr` may.
-
-    Raises:
-        ltx.errors.OptimError: if torch refuses the hyperparameters, if one is unknown, or if `cls` can't run with
-            explicit state. The optimizer's methods raise it for parameters or gradients that `cls` doesn't take; they
-            name the leaf, and have written nothing.
-    """
+def from_torch(cls: type[torch.optim.Optimizer], lr: Any = None, start_step: int = 0, **kwargs: Any) -> ClassOptimizer:
+    """:func:`ltx.optim.from_torch` without groups."""
     try:
-        return TorchOptimizer(cls, lr, kwargs)
+        return TorchOptimizer(cls, lr, kwargs, start_step=start_step)
     except NotGatheredError:
-        return OpaqueOptimizer(cls, lr, kwargs)
+        return OpaqueOptimizer(cls, lr, kwargs, start_step=start_step)
 
 
 @traced.at_trace_time
 def _prepare_trace(optimizer: TorchOptimizer) -> str:
     """The key under which a compiled graph looks up `optimizer`."""
-    if optimizer._varying:
-        names = " and ".join(sorted(optimizer._varying))
+    if optimizer._varying or optimizer.start_step:
+        names = " and ".join(sorted([*optimizer._varying, *["start_step"] * (optimizer.start_step > 0)]))
         raise UnsupportedError(
             f"{optimizer!r}: a compiled step can't ask for the {names} of each step, as Python doesn't run "
             "there. Give numbers, or compile the loss alone: ltx.data_parallel(torch.compile(loss), strategy)."

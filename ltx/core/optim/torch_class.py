@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ltx.core.base import private, traced, tree
-from ltx.core.base.arguments import brief, checked
+from ltx.core.base.arguments import brief, checked, whole
 from ltx.core.base.errors import OptimError
 from ltx.core.base.tree import check_tensors, describe, flatten
 from ltx.core.gradients.planning import any_derivative
@@ -66,11 +66,13 @@ class ClassOptimizer(Optimizer):
     cls: type[torch.optim.Optimizer]
     lr: float | Callable[[int], float] | None
     kwargs: Mapping[str, Any] = field(compare=False)
+    start_step: int = field(default=0, kw_only=True)
     _compared: frozenset[tuple[str, Any]] = field(init=False)  # `kwargs`, in any order
     _kwargs: ClassVar[dict[str, Any]]  # `kwargs` as a dict
     _varying: ClassVar[dict[str, Any]]  # scheduled or adjustable hyperparameters
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "start_step", whole("from_torch: start_step", self.start_step, 0, OptimError))
         # Dynamo can't read a mapping proxy in a compiled step that has changed a dict before.
         object.__setattr__(self, "_kwargs", check_arguments(self.cls, self.lr, self.kwargs))
         object.__setattr__(self, "kwargs", MappingProxyType(self._kwargs))
@@ -99,6 +101,16 @@ class ClassOptimizer(Optimizer):
             if name != but
         }
 
+    def _rates(self, state: Tree) -> Callable[[], Any] | None:
+        if not isinstance(state, TorchState):
+            return None
+        hyper = tree.detached(state.hyper) if state.hyper else ()  # the next step may give these tensors away
+        return partial(self._rate, state.count, hyper)
+
+    def _rate(self, count: int, hyper: Tree) -> Any:
+        default = getattr(inspect.signature(self.cls).parameters.get("lr"), "default", None)
+        return self._values(count, hyper).get("lr", default if self.lr is None else self.lr)
+
     @checked("donate")
     def update(self, grads: Tree, state: TorchState, params: Tree, *, donate: bool = False) -> tuple[Tree, TorchState]:
         leaves, spec = flatten(params)
@@ -112,11 +124,12 @@ class ClassOptimizer(Optimizer):
 
     def __reduce__(self) -> Any:
         given = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
-        return type(self), tuple((given | {"kwargs": self._kwargs}).values())
+        return partial(type(self), **given | {"kwargs": self._kwargs}), ()
 
     def __repr__(self) -> str:
         is_torchs = getattr(torch.optim, self.cls.__name__, None) is self.cls
         arguments = ({} if self.lr is None else {"lr": self.lr}) | self._kwargs
+        arguments |= {"start_step": self.start_step} if self.start_step else {}
         written = (f", {name}={getattr(value, '__qualname__', repr(value))}" for name, value in arguments.items())
         return f"from_torch({'torch.optim.' * is_torchs}{self.cls.__qualname__}{''.join(written)})"
 
@@ -147,9 +160,7 @@ def check_arguments(cls: Any, lr: Any, kwargs: Mapping[str, Any]) -> dict[str, A
             "number of updates done so far instead, such as lr=ltx.optim.from_scheduler(lambda optimizer: "
             "StepLR(optimizer, 30), lr=0.1) or lr=ltx.optim.warmup_cosine(3e-4, 100, 10_000)."
         )
-    if isinstance(lr, type):
-        raise OptimError(f"from_torch({name}): lr must be a number or a function of the step, got the class {lr}.")
-    if not (lr is None or callable(lr) or isinstance(lr, Real | Hyperparameter)):
+    if isinstance(lr, type) or not (lr is None or callable(lr) or isinstance(lr, Real | Hyperparameter)):
         hint = " A schedule may return a tensor: lr=lambda count: tensor." if isinstance(lr, Tensor) else ""
         raise OptimError(f"from_torch({name}): lr must be a number or a function of the step, got {brief(lr)}.{hint}")
     _check_finite(cls, "lr", lr)
@@ -303,6 +314,7 @@ class OpaqueOptimizer(ClassOptimizer):
             raise OptimError(f"{self} expected the state that its init(params) made, got {brief(state)}.")
         given = leaves_like(spec, grads, "grads")
         check_grads(given, leaves, params)
+        given = [None] * len(leaves) if state.count < self.start_step else given
         kept = leaves_like(spec, state.per_param["params"], "the optimizer's state")
         shared = state.per_param["group"]
         others = [*(g for g in given if g is not None), *(x for own in (*kept, shared) for x in own.values())]

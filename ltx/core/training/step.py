@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 
 from ltx.core import comm
-from ltx.core.base import tree
+from ltx.core.base import traced, tree
 from ltx.core.base.errors import LtxError, WeightError
 from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.optim.base import Prepared, Update, with_loss
@@ -52,7 +52,7 @@ from ltx.core.training.guard import (
 from ltx.core.training.outputs import Batch, Outputs, arguments_of, outputs_of, unshared
 from ltx.core.training.resolved import Resolved
 from ltx.core.training.settings import TrainSettings, check_weighted
-from ltx.core.training.train_state import Metrics, TrainState, hand_over, torch_states
+from ltx.core.training.train_state import Metrics, Rates, TrainState, hand_over, torch_states
 from ltx.core.transforms.functional_call import Calls
 from ltx.core.transforms.marking import marks_on_wire
 from ltx.core.transforms.run import CallOptions, Run, Weighted
@@ -98,7 +98,10 @@ class Step:
         try:
             with self.updating():
                 updated = self.update(done, states, finite, loss)
-                sync, metrics = self.next_sync(updated), Metrics(loss, aux)
+                sync, rates = self.next_sync(updated), None
+                if not traced.recording():
+                    rates = Rates(train.step.strategy.rates(train.optimizer, state.held("opt_state"), self.info.axis))
+                metrics = Metrics(loss, aux, rates=rates)
                 following, metrics = next_state(train, state, updated, buffers, sync, metrics, finite)
                 self.commit(updated, following, metrics)
         except BaseException as error:

@@ -409,8 +409,10 @@ class Metrics(Readable):
             itself, ``return loss, {"accuracy": ltx.pmean(accuracy)}``, or ``data_parallel(outputs="mean")`` does.
         grad_norm: 0-dim tensor: the norm of the reduced gradients before clipping, or of this rank's gradients if ranks
             don't share them. None without :func:`ltx.optim.clip_by_global_norm` or
-            :func:`ltx.optim.measure_global_norm` in the optimizer, or if they are only in groups of a partition.
+            :func:`ltx.optim.measure_global_norm` in the optimizer, or if only some groups of a partition have one.
         loss_scale: 0-dim tensor: the factor of this step's loss; None without dynamic loss scaling.
+        lr: this step's learning rate, a number or 0-dim tensor computed when it is read, or a dict by group. None where
+            it isn't known: with :func:`ltx.optim.from_functions`, and from compiled steps.
         skipped: 0-dim bool tensor: whether this step left parameters and optimizer state unchanged, because gradients
             weren't finite. `grad_norm` is then that of an earlier step. None without dynamic loss scaling or a guard.
     """
@@ -420,12 +422,39 @@ class Metrics(Readable):
     grad_norm: torch.Tensor | None = None
     loss_scale: torch.Tensor | None = None
     skipped: torch.Tensor | None = None
+    rates: Any = field(default=None, repr=False)
+
+    @property
+    def lr(self) -> Any:
+        return None if self.rates is None else self.rates.found()
+
+
+@dataclass(frozen=True, eq=False)
+class Rates:
+    """Learning rates that nobody has asked for yet. Trees of metrics are alike whatever these are."""
+
+    made: Any  # functions, or rates that are known
+
+    def found(self, made: Any = ...) -> Any:
+        made = self.made if made is ... else made
+        if isinstance(made, dict):
+            return {label: self.found(each) for label, each in made.items()}
+        return made() if callable(made) else made
+
+    def __eq__(self, other: object) -> bool:
+        return other is None or isinstance(other, Rates)
+
+    def __hash__(self) -> int:
+        return hash(None)
+
+    def __reduce__(self) -> Any:
+        return Rates, (self.found(),)  # a schedule needn't be one that can be pickled
 
 
 tree.register_node(
     Metrics,
-    lambda m: ((m.loss, m.aux, m.grad_norm, m.loss_scale, m.skipped), None),
-    lambda children, _: Metrics(*children),
+    lambda m: ((m.loss, m.aux, m.grad_norm, m.loss_scale, m.skipped), m.rates),
+    lambda children, rates: replace(Metrics(*children), rates=rates),
     names=("loss", "aux", "grad_norm", "loss_scale", "skipped"),
 )
 

@@ -343,7 +343,7 @@ def sync_gradients(
         axis: as in :func:`ltx.psum`.
 
     Returns:
-        What each rank sees: (the mean over ranks as new tensors, the next state).
+        What each rank sees: (the mean over ranks as new tensors, the next state; None if none was given).
 
     Gradient:
         The mean over ranks of the cotangents, whatever the hook.

@@ -56,6 +56,13 @@ class Weighted(NamedTuple):
     total: torch.Tensor
     weight: torch.Tensor | float
 
+    def __add__(self, other: Any) -> Any:  # of tuples it would be one of four
+        raise StepError(
+            "a Weighted can't be added: a step has one weight. Divide each term by its own mean count over ranks, and "
+            "return a plain loss: a / ltx.pmean(n) + b / ltx.pmean(m). With accumulate its n and m are the means over "
+            "micro-batches too, given as arguments."
+        )
+
     def checked(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Total and weight as 0-dim tensors of one dtype and device; the weight has no gradient.
 

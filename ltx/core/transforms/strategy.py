@@ -109,6 +109,10 @@ class Strategy(Offering[StrategyOffers], BucketSettings, kind=StrategyOffers, go
         """The optimizer's state before the first step."""
         return optimizer.init(params)
 
+    def rates(self, optimizer: Optimizer, opt_state: Tree, axis: Axis) -> Any:
+        """What computes the learning rates that an update of `opt_state` has, for ``metrics.lr``."""
+        return optimizer._rates(opt_state)
+
     def gather_optimizer(self, optimizer: Optimizer, params: Tree, opt_state: Tree, info: StepInfo) -> Tree:
         """The whole optimizer state, from a sharded one: as :meth:`init_optimizer` makes it on an axis of one rank."""
         return opt_state

@@ -110,6 +110,12 @@ ERRORS: dict[type[Exception], dict[str, tuple[Callable[[], Any], str]]] = {
             lambda: ltx.data_parallel(lambda p, x: ltx.Weighted(1.0, 2))(P, X),
             "Weighted.total must be a 0-dim floating tensor, got 1.0. Sum it.",
         ),
+        "two of them": (
+            lambda: ltx.data_parallel(lambda p, x: ltx.Weighted(linear(p, x), 2) + ltx.Weighted(linear(p, x), 3))(P, X),
+            "a Weighted can't be added: a step has one weight. Divide each term by its own mean count over ranks, and "
+            "return a plain loss: a / ltx.pmean(n) + b / ltx.pmean(m). With accumulate its n and m are the means over "
+            "micro-batches too, given as arguments.",
+        ),
         "Weighted by a vector": (
             lambda: ltx.data_parallel(lambda p, x: ltx.Weighted(linear(p, x), x))(P, X),
             "Weighted.weight must be 0-dim, got shape [2]. Sum it.",
