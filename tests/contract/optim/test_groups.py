@@ -18,7 +18,7 @@ from torch.optim import ASGD, SGD, AdamW, Rprop
 
 import ltx
 from ltx.errors import OptimError
-from ltx.extend import advanced
+from ltx.extend import optimizers
 from ltx.optim import adjust, adjustable, chain, clip_by_global_norm, ema, from_torch, linear, partition
 from tests.contract.optim.cases import same_bits
 from tests.contract.optim.test_opaque import Lion
@@ -100,7 +100,7 @@ def test_the_same_bits_as_torchs_groups(case: str, spelled: str, how: str, seed:
         if how == "leaves":
             leaves = [optree.tree_leaves(x) for x in (grads, params)]
             made.update_leaves(leaves[0], made.leaf_states(state, params), leaves[1], state)
-            state = advanced(state)
+            state = optimizers.advanced(state)
         else:
             params, state = made.apply(grads, state, params, donate=how == "donate")
         assert same_bits(params, {name: p.detach() for name, p in loop.own.items()}), count
