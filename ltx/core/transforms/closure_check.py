@@ -33,15 +33,15 @@ def edges(nodes: Iterable[Any], ends: Callable[[Any], bool] = lambda _: False) -
 
     It isn't followed below nodes of which `ends` is true.
     """
-    queue = [*{node: None for node in nodes if node is not None}]
-    seen = {*queue}
-    for user in queue:  # the loop appends to what it goes through
-        for node, output in () if ends(user) else user.next_functions:
-            if node is not None:
-                yield user, node, output
-                if node not in seen:
-                    seen.add(node)
-                    queue.append(node)
+    queue: list[tuple[Any, Any, int]] = [(None, node, 0) for node in nodes if node is not None]
+    seen = set[Any]()
+    while queue:
+        user, node, output = queue.pop()
+        if user is not None:
+            yield user, node, output
+        if node not in seen and not ends(node):
+            seen.add(node)
+            queue.extend((node, *used) for used in node.next_functions if used[0] is not None)
 
 
 def _kept_as(leaf: torch.Tensor, fn: Any) -> str | None:
