@@ -78,8 +78,8 @@ MUTANTS = (
     Mutant(
         name="transforms: torch's functional calls in steps aren't seen",
         where="running_again",
-        old="for module, tensors in calls_of_torch()",
-        new="for module, tensors in ()",
+        old="for module, given in calls_of_torch():",
+        new="for module, given in ():",
         breaks="checkpointing in torch's functional_call gives the gradients of other parameters",
         tests=("tests/contract/transforms/test_functional_call.py::test_torchs_own_in_a_step",),
     ),

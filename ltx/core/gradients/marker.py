@@ -90,7 +90,7 @@ def _index(axis: Axis, dims: Dims = ()) -> torch.Tensor | None:
 def _left(axis: Axis, dims: Dims) -> Axis | None:
     """`axis` without the levels that `dims` marks as taken off; None if no level is left."""
     levels, taken = axis.ranks.levels, sum(dims)
-    if taken == len(levels.numbers):
+    if taken and taken == len(levels.numbers):
         return None
     return replace(axis, ranks=axis.ranks.at(replace(levels, taken=taken)))
 

@@ -23,6 +23,7 @@ from ltx.core.optim.base import Optimizer, advanced, apply_leaves, unless
 from ltx.core.ranks.axis import Axis
 from ltx.core.training.accumulate import MicroBatches
 from ltx.core.training.train_state import TrainState
+from ltx.core.transforms.closure_check import edges
 from ltx.core.transforms.run import Run
 from ltx.core.transforms.strategy_update import Old, PostUpdateHook, take_updated, with_overwriting
 from ltx.core.transforms.sync_state import states_after
@@ -151,18 +152,12 @@ def unreached(total: torch.Tensor, leaves: Sequence[torch.Tensor], plan: Plan | 
     With micro-batches only the last is looked at: the single graph node of the others has all parameters as inputs.
     """
     places = {id(leaf): place for place, leaf in enumerate(leaves)}
-    queue: list[Any] = [total.grad_fn]
-    missing, seen = set(places.values()) - {places.get(id(total))}, set[Any]()
-    for node in queue:  # the loop appends to the queue
-        ends = node is None or isinstance(node, (MicroBatches._backward_cls, Marker._backward_cls))
-        for following, output in () if ends else node.next_functions:
-            if plan is not None and isinstance(following, Marker._backward_cls):
-                bucket = plan.buckets[following.bucket]  # type: ignore[attr-defined]
-                missing.difference_update(bucket.members[output : output + 1])
-            missing.discard(places.get(id(getattr(following, "variable", None)), -1))
-            if following not in seen:
-                seen.add(following)
-                queue.append(following)
+    missing = set(places.values()) - {places.get(id(total))}
+    ends = MicroBatches._backward_cls, Marker._backward_cls
+    for _, node, output in edges([total.grad_fn], lambda node: isinstance(node, ends)):
+        if plan is not None and isinstance(node, Marker._backward_cls):
+            missing.difference_update(plan.buckets[node.bucket].members[output : output + 1])  # type: ignore[attr-defined]
+        missing.discard(places.get(id(getattr(node, "variable", None)), -1))
     return sorted(missing)
 
 

@@ -8,7 +8,7 @@ objects: whoever holds them (an average, a metric) sees the new values too.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from ltx.core.base import private, traced, tree
 from ltx.core.training.train_state import DonatedTensor, TrainState, give_away
+from ltx.core.transforms.compare import tensors_by_path
 from ltx.typing import Tree
 
 # {a parameter or buffer of a module: a weak reference to the Follower that has it, or had it last}
@@ -72,20 +73,15 @@ class Follower:
         """The module shows `state`, whose parameters are in other memory than those that it shows if `moved`."""
         if self.ended or private.in_transform():
             return
-        for part, own in ((state.held("params"), self._params), (state.frozen, self._params)) if moved else ():
-            self._put(part, own)
-        self._put(state.held("buffers"), self.buffers)
-        self.shows = self.last = state.lease
-
-    def _put(self, part: Tree, own: Mapping[str, torch.Tensor]) -> None:
-        leaves = tree.flatten(part)[0]
-        for path, value in zip(tree.leaf_paths(part), leaves, strict=True) if own else ():
-            if (x := own.get(path)) is None:
-                continue
-            if x.shape != value.shape:
+        buffers = (state.held("buffers"), self.buffers)
+        parts = ((state.held("params"), self._params), (state.frozen, self._params), buffers) if moved else (buffers,)
+        for path, value, own in ((*pair, own) for part, own in parts if own for pair in tensors_by_path(part)):
+            if (x := own.get(path)) is not None and x.shape != value.shape:
                 self.spoil(_SHAPES.format(self.kind))
-                return
-            _set(x, value)
+                break
+            if x is not None:
+                _set(x, value)
+        self.shows = self.last = state.lease
 
     def spoil(self, why: str) -> None:
         """The module has no values until a state is shown again: its use raises with `why`."""

@@ -29,6 +29,7 @@ from ltx.core.training.guard import scaling
 from ltx.core.training.parameters import left_out
 from ltx.core.training.settings import TrainSettings
 from ltx.core.training.train_state import TrainState, counted, updates_of
+from ltx.core.transforms.compare import tensors_by_path
 from ltx.core.transforms.strategy import Strategy
 from ltx.core.transforms.strategy_update import StateLayout
 from ltx.typing import Tree
@@ -48,13 +49,10 @@ def kind_of(optimizer: Any) -> str:
     of_torch = getattr(optimizer, "cls", None)
     if isinstance(of_torch, type):
         return f"{of_torch.__module__}.{of_torch.__qualname__}"
-    inner = [kind_of(each) for field in fields(optimizer) for each in _members(getattr(optimizer, field.name, None))]
+    held = [getattr(optimizer, field.name, None) for field in fields(optimizer)]
+    parts = [x.values() if isinstance(x, Mapping) else x if isinstance(x, list | tuple) else [x] for x in held]
+    inner = [kind_of(each) for part in parts for each in part if isinstance(each, Optimizer)]
     return f"{type(optimizer).__name__}({', '.join(inner)})" if inner else type(optimizer).__name__
-
-
-def _members(value: Any) -> list[Any]:
-    held = [*value.values()] if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
-    return [each for each in held if isinstance(each, Optimizer)]
 
 
 def check_made_for(train: Any, state: TrainState) -> None:
@@ -90,14 +88,21 @@ def _check_in_graph(strategy: Strategy, optimizer: Optimizer, layout: StateLayou
 def _differences(train: Any, state: TrainState) -> Iterator[tuple[str, str, str]]:
     """(what differs, what the state was made for, what `train` has)."""
     was, own = state.layout, train.step.strategy
+    first = partial(own.init_optimizer, train.optimizer, state.trained, comm.resolve(train.step.axis))
     if repr(own) != was.strategy:
         if any(getattr(own.layout, part) != getattr(was, part) for part in ("params", "sync_state", "copies_of")):
-            yield "strategy", was.strategy, f"{own!r}, with which {_in_words(own.layout.params)}"
+            replicated = own.layout.params == "replicated"
+            has = "ranks have equal parameters" if replicated else "each rank has parameters of its own"
+            yield "strategy", was.strategy, f"{own!r}, with which {has}"
         elif _shapes(train.step.init(state.trained).leaves) != _shapes(state.held("sync_state").leaves):
             yield "strategy", was.strategy, f"{own!r}, which keeps other tensors of each parameter"
-        elif was.opt_state != own.layout.opt_state or type(_first_opt_state(train, state)) is not type(state.opt_state):
+        elif was.opt_state != own.layout.opt_state or type(first()) is not type(state.opt_state):
             yield "strategy", was.strategy, f"{own!r}, with other parts of the optimizer's state on each rank"
-    if repr(train.optimizer) != was.optimizer[1] and not _fits(train, state):
+    # It fits if its classes are those that the state was made for, and it keeps tensors of the same names and shapes.
+    whole = was.opt_state != own.layout.opt_state  # the state of ZeRO has other shapes
+    if repr(train.optimizer) != was.optimizer[1] and not (
+        kind_of(train.optimizer) == was.optimizer[0] and (whole or _shapes(first()) == _shapes(state.held("opt_state")))
+    ):
         yield "optimizer", was.optimizer[1], repr(train.optimizer)
     out = left_out(train.trainable, _paths(state))
     if out != set(was.left_out):
@@ -108,30 +113,13 @@ def _differences(train: Any, state: TrainState) -> Iterator[tuple[str, str, str]
         yield "precision", "no dynamic loss scaling", repr(train.step.precision)
 
 
-def _fits(train: Any, state: TrainState) -> bool:
-    """Whether the optimizer is of the classes that the state was made for, and keeps tensors of the same names."""
-    if kind_of(train.optimizer) != state.layout.optimizer[0]:
-        return False
-    whole = state.layout.opt_state != train.step.strategy.layout.opt_state  # that of ZeRO has other shapes
-    return whole or _shapes(_first_opt_state(train, state)) == _shapes(state.held("opt_state"))
-
-
-def _first_opt_state(train: Any, state: TrainState) -> Tree:
-    strategy: Strategy = train.step.strategy
-    return strategy.init_optimizer(train.optimizer, state.trained, comm.resolve(train.step.axis))
-
-
 def _shapes(part: Tree) -> list[tuple[str, torch.Size]]:
-    return [(path, x.shape) for path, x in zip(tree.leaf_paths(part), tree.flatten(part)[0], strict=True)]
+    return [(path, x.shape) for path, x in tensors_by_path(part)]
 
 
 def _paths(state: TrainState) -> list[str]:
     """The paths of all parameters, trained and frozen."""
     return tree.leaf_paths(state.held("params"), with_none=True)
-
-
-def _in_words(params: str) -> str:
-    return "ranks have equal parameters" if params == "replicated" else "each rank has parameters of its own"
 
 
 # --- adopt -----------------------------------------------------------------------------------------------------------
@@ -151,11 +139,12 @@ def adopted(train: Any, state: TrainState, params: Literal["mean", "rank0"]) -> 
     axis = comm.resolve(train.step.axis)
     # Ranks may have parameters, and then moments, of their own.
     equal = partial(_made_equal, axis=axis, mean=params == "mean")
-    whole, opt_state = state.params, state.held("opt_state")
-    whole = whole if was.params == "replicated" else equal(whole)
+    whole = state.params if was.params == "replicated" else equal(state.params)
+    opt_state = state.held("opt_state")
     opt_state = opt_state if was.opt_state == "replicated" else equal(opt_state)
     # By requires_grad=False when the state was made, which its tensors don't show.
-    out = (_frozen(state) - set(was.left_out)) | left_out(train.trainable, _paths(state))
+    now_out = left_out(train.trainable, _paths(state))
+    out = ({*tree.leaf_paths(state.frozen)} - {*was.left_out}) | now_out
     fresh = replace(train, trainable=lambda path: path not in out)
     new = fresh.gather(fresh.init(whole))
     kept = {} if new.layout.optimizer[0] != was.optimizer[0] else _by_path(opt_state)
@@ -174,7 +163,7 @@ def adopted(train: Any, state: TrainState, params: Literal["mean", "rank0"]) -> 
         module=state.module,
         layout=replace(
             new.layout,
-            left_out=tuple(sorted(left_out(train.trainable, _paths(state)))),
+            left_out=tuple(sorted(now_out)),
             adopted=f"parameters {'unchanged' if was.params == 'replicated' else f'are the {params} of all ranks'}, "
             f"optimizer state {'kept' if kept else 'new'}, communication state "
             f"{'new' if sync_state is new.held('sync_state') else 'kept'}",
@@ -183,10 +172,6 @@ def adopted(train: Any, state: TrainState, params: Literal["mean", "rank0"]) -> 
     steps = following.held("sync_state").step
     following = counted(following, state.step, updates_of(state) if kept else 0)
     return replace(following, sync_state=replace(following.held("sync_state"), step=steps))
-
-
-def _frozen(state: TrainState) -> set[str]:
-    return set() if state.frozen is None else set(tree.leaf_paths(state.frozen))
 
 
 def _made_equal(part: Tree, axis: Any, mean: bool) -> Tree:
@@ -199,24 +184,16 @@ def _made_equal(part: Tree, axis: Any, mean: bool) -> Tree:
     )
 
 
-def _named(part: Tree) -> list[str]:
-    """The paths of a state, without the name that a whole state of ZeRO has in front: its leaves are vectors."""
-    return [path.removeprefix("shard_0_of_1.") for path in tree.leaf_paths(part)]
-
-
 def _by_path(part: Tree) -> dict[str, torch.Tensor]:
-    return dict(zip(_named(part), tree.flatten(part)[0], strict=True))
+    """The leaves by path, without the name that a whole state of ZeRO has in front: its leaves are vectors."""
+    return {path.removeprefix("shard_0_of_1."): leaf for path, leaf in tensors_by_path(part)}
 
 
 def _with_values(part: Tree, values: Mapping[str, torch.Tensor]) -> Tree:
     """`part` with copies of `values` where path, shape and dtype fit."""
-    leaves, spec = tree.flatten(part)
-    kept = [
-        old.detach().reshape(x.shape).clone() if (old := values.get(path)) is not None and _alike(old, x) else x
-        for x, path in zip(leaves, _named(part), strict=True)
-    ]
-    return tree.unflatten(spec, kept)
-
-
-def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (a.numel(), a.dtype, a.device) == (b.numel(), b.dtype, b.device)
+    kept = list[torch.Tensor]()
+    for path, x in _by_path(part).items():
+        old = values.get(path)
+        alike = old is not None and (old.numel(), old.dtype, old.device) == (x.numel(), x.dtype, x.device)
+        kept.append(old.detach().reshape(x.shape).clone() if old is not None and alike else x)
+    return tree.unflatten(tree.flatten(part)[1], kept)

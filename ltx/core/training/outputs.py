@@ -174,19 +174,18 @@ class GivenGradients:
         grads, loss, *rest = returned
         if not traced.recording():  # gradients of a module's own parameters would be lost
             refuse_captured(self.fn, loss, (apart, args, named), private.nodes_made() - before)
-        loss = self._plus(loss, self._zero(params, grads))
-        return (loss, *rest) if rest else loss
-
-    def _plus(self, loss: Any, zero: Tensor) -> Any:
+        zero = self._zero(params, grads)
         if isinstance(loss, Weighted):
             total, weight = loss.checked()
-            return Weighted(total.detach() + zero.to(total.dtype), weight)
-        if not isinstance(loss, Tensor) or loss.dim():
+            loss = Weighted(total.detach() + zero.to(total.dtype), weight)
+        elif isinstance(loss, Tensor) and not loss.dim():
+            loss = loss.detach() + zero.to(loss.dtype)
+        else:
             raise StepError(
                 'train_step: a step with returns="grads" returns (grads, loss) with a 0-dim tensor or ltx.Weighted as '
                 f"its loss, got {tree.describe(loss) if isinstance(loss, Tensor) else brief(loss)}."
             )
-        return loss.detach() + zero.to(loss.dtype)
+        return (loss, *rest) if rest else loss
 
     def _zero(self, params: Tree, grads: Tree) -> Tensor:
         """A zero whose gradients are `grads`. Raises if there are none."""

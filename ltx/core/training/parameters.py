@@ -48,9 +48,8 @@ def split(params: Tree, trainable: Trainable) -> tuple[Tree, Tree]:
     leaves, spec = tree.flatten(params)
     paths = tree.leaf_paths(params)
     says = any(x.requires_grad or isinstance(x, torch.nn.Parameter) for x in leaves)
-    frozen = [says and not x.requires_grad for x in leaves]
     out = left_out(trainable, paths)
-    frozen = [f or path in out for f, path in zip(frozen, paths, strict=True)]
+    frozen = [path in out or (says and not x.requires_grad) for x, path in zip(leaves, paths, strict=True)]
     _check(leaves, paths, frozen)
     if not any(frozen):
         return params, None
@@ -59,8 +58,8 @@ def split(params: Tree, trainable: Trainable) -> tuple[Tree, Tree]:
             "train_step: every parameter is frozen, so there is nothing to train. Frozen are those whose requires_grad "
             "is False while others' isn't, and those that trainable= leaves out."
         )
-    halves = [(None, x) if f else (x, None) for x, f in zip(leaves, frozen, strict=True)]
-    return tree.unflatten(spec, [x for x, _ in halves]), tree.unflatten(spec, [x for _, x in halves])
+    trained = tree.unflatten(spec, [None if f else x for x, f in zip(leaves, frozen, strict=True)])
+    return trained, tree.masked(params, trained, there=False)
 
 
 def left_out(trainable: Trainable, paths: Sequence[str]) -> set[str]:
@@ -75,7 +74,7 @@ def left_out(trainable: Trainable, paths: Sequence[str]) -> set[str]:
 def _check(leaves: Sequence[torch.Tensor], paths: Sequence[str], frozen: Sequence[bool]) -> None:
     """Refuse leaves that can't be trained, and two names of one tensor, which training would make different."""
     known: dict[Any, str] = {}
-    spans: list[tuple[int, str, torch.Tensor]] = []
+    spans: list[tuple[int, int, str, torch.Tensor]] = []  # (its first byte, that behind it, its path, a leaf)
     if (hooked := first_hooked(leaves)) is not None:
         raise TreeError(hooked_text(f"params: leaf {paths[hooked]!r}"))
     for x, path, is_frozen in zip(leaves, paths, frozen, strict=True):
@@ -86,7 +85,8 @@ def _check(leaves: Sequence[torch.Tensor], paths: Sequence[str], frozen: Sequenc
             )
         if private.is_wrapped(x) or x.is_meta or not x.numel():
             continue
-        spans.append((x.data_ptr(), path, x))
+        reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+        spans.append((x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size(), path, x))
         place = (x.data_ptr(), x.shape, x.stride(), x.dtype)
         if place in known:
             raise TreeError(
@@ -95,36 +95,30 @@ def _check(leaves: Sequence[torch.Tensor], paths: Sequence[str], frozen: Sequenc
                 "ltx.functional_call(model, params, ...) puts it in both places."
             )
         known[place] = path
-    _check_apart(sorted(spans, key=itemgetter(0)))
-
-
-def _check_apart(spans: Sequence[tuple[int, str, torch.Tensor]]) -> None:
-    """Refuse leaves that are views of the same elements. `spans`: (address, path, leaf), by address."""
-    groups, ends, last = list[list[tuple[int, str, torch.Tensor]]](), dict[int, int](), 0
-    for start, path, x in spans:
-        if start >= last:  # it lies behind all that came before
+    groups, last = list[list[tuple[int, int, str, torch.Tensor]]](), 0
+    for span in sorted(spans, key=itemgetter(0)):
+        if span[0] >= last:  # it lies behind all that came before
             groups.append([])
-        groups[-1].append((start, path, x))
-        reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-        last = max(last, start + (reach + 1) * x.element_size())
-        ends[len(groups)] = last
-    for number, group in enumerate(groups, 1):
+        groups[-1].append(span)
+        last = max(last, span[1])
+    for group in groups:
         if len(group) > 1:
-            _check_group(group, ends[number] - group[0][0])
+            _check_apart(group)
 
 
-def _check_group(group: Sequence[tuple[int, str, torch.Tensor]], nbytes: int) -> None:
-    """:func:`_check_apart` for leaves in `nbytes` of one memory: they may lie between each other, as columns do."""
-    base, size = group[0][0], math.gcd(*(x.element_size() for _, _, x in group))
+def _check_apart(group: Sequence[tuple[int, int, str, torch.Tensor]]) -> None:
+    """Refuse leaves that are views of the same elements. They may lie between each other, as columns do."""
+    base, size = group[0][0], math.gcd(*(x.element_size() for *_, x in group))
+    nbytes = max(end for _, end, _, _ in group) - base
     owners = torch.zeros(nbytes // size, dtype=torch.int32, device="cpu")  # of each part of the memory
-    for number, (start, path, x) in enumerate(group, 1):
+    for number, (start, _, path, x) in enumerate(group, 1):
         parts = x.element_size() // size
         cells = owners.as_strided(
             (*x.shape, parts), (*(step * parts for step in x.stride()), 1), (start - base) // size
         )
         if other := int(cells.max()):
             raise TreeError(
-                f"params: leaves {group[other - 1][1]!r} and {path!r} share memory (views of one tensor that overlap), "
+                f"params: leaves {group[other - 1][2]!r} and {path!r} share memory (views of one tensor that overlap), "
                 "and would be trained apart. Pass the whole once, and take views of it inside the step."
             )
         cells.fill_(number)
@@ -187,7 +181,8 @@ def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Mod
     for part in (state,) if isinstance(state, dict) else (state.params, state.buffers):
         tree.check_tensors(part, "to_module: the state")
         values |= tensors_by_path(part)
-    slots = Members(module, "to_module").slots
+    members = Members(module, "to_module")
+    slots = members.slots
     trainable = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     for name, value in values.items():
         if name not in slots:
@@ -201,19 +196,23 @@ def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Mod
                 f"to_module: {name!r} has shape {list(value.shape)} in the state, and {list(table[key].shape)} in the "
                 f"{type(module).__name__}. Give the module that the state was made of."
             )
-    together: dict[int, list[str]] = {}  # {id of a tensor: its names}; a tied tensor has several
-    for name, (table, key) in slots.items():
-        together.setdefault(id(table[key]), []).append(name)
     with torch.inference_mode(False):  # tensors copied in inference mode could never be trained again
-        for tied in together.values():
+        for tied in members.names.values():
             given = [name for name in values if name in tied]
             if not given:
                 continue
-            _check_equal(given, values)
             table, key = slots[given[0]]
             old, new = table[key], values[given[0]].detach()
-            if _is_in(old, new):
-                continue
+            for name in given[1:]:
+                if not same_values([values[name]], [values[given[0]]]):
+                    raise TreeError(
+                        f"to_module: {given[0]!r} and {name!r} are one parameter of the module (tied weights), and "
+                        "their values differ in the state. Give one of them alone, or a module in which they aren't "
+                        "tied."
+                    )
+            plain = {type(old), type(new)} <= {torch.Tensor, torch.nn.Parameter} and not private.is_wrapped(new)
+            if plain and new.numel() and (old.data_ptr(), old.stride()) == (new.data_ptr(), new.stride()):
+                continue  # it lies in the memory of the module's tensor
             new = new.clone()
             if put_apart(old, new):
                 continue
@@ -222,21 +221,3 @@ def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Mod
             for table, key in map(slots.__getitem__, tied):
                 table[key] = new
     return module
-
-
-def _is_in(x: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether `value` lies in the memory of `x`, a module's tensor."""
-    if not {type(x), type(value)} <= {torch.Tensor, torch.nn.Parameter} or private.is_wrapped(value):
-        return False
-    return value.numel() > 0 and x.data_ptr() == value.data_ptr() and x.stride() == value.stride()
-
-
-def _check_equal(names: list[str], values: dict[str, torch.Tensor]) -> None:
-    """Raise unless all names of one parameter have the same value."""
-    first = values[names[0]]
-    for name in names[1:]:
-        if not same_values([values[name]], [first]):
-            raise TreeError(
-                f"to_module: {names[0]!r} and {name!r} are one parameter of the module (tied weights), and their "
-                "values differ in the state. Give one of them alone, or a module in which they aren't tied."
-            )

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointFunction, _checkpoint_hook, _Checkp
 
 from ltx.core.base import private
 from ltx.core.gradients.planning import in_step
-from ltx.core.transforms.functional_call import calls_of_torch, is_placed, running_again
+from ltx.core.transforms.functional_call import calls_of_torch, placed, running_again
 
 
 def _run_again(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,8 +55,7 @@ class _Hook(_checkpoint_hook):
     """torch's hooks that drop the activations of a checkpointed call; off under torch.func, which forbids them."""
 
     def __enter__(self) -> None:
-        refused = private.why_no_saved_hooks() is not None
-        self._off = private.in_transform() and (refused or is_placed())
+        self._off = private.in_transform() and (placed.get() or private.why_no_saved_hooks() is not None)
         if not self._off:
             super().__enter__()
 
@@ -75,7 +74,7 @@ class _Reentrant(CheckpointFunction):
 
     @classmethod
     def apply(cls, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        if in_step.get() or is_placed() or calls_of_torch():
+        if in_step.get() or placed.get() or calls_of_torch():
             return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
         return CheckpointFunction.apply(function, preserve, *args)
 
@@ -88,12 +87,10 @@ checkpointing.CheckpointFunction = _Reentrant  # type: ignore[misc]
 @contextmanager
 def checkpoints_allowed() -> Iterator[None]:
     """Let plain autograd below a transform hook saved tensors, though torch.func turns such hooks off."""
-    message = private.why_no_saved_hooks()
-    if message is None:
-        yield
-        return
-    private.enable_saved_hooks()
+    if (message := private.why_no_saved_hooks()) is not None:
+        private.enable_saved_hooks()
     try:
         yield
     finally:
-        private.disable_saved_hooks(message)
+        if message is not None:
+            private.disable_saved_hooks(message)

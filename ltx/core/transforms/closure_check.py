@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
+from types import CellType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,39 +28,39 @@ from ltx.typing import Tree
 _looked_at = Seen(forgets=True)
 
 
-def captured(fn: Any, outputs: Iterable[Any], given: Iterable[Any]) -> torch.Tensor | None:
-    """A leaf that requires gradients and isn't in `given`, but on which `outputs` depend; None if there is none.
+def edges(nodes: Iterable[Any], ends: Callable[[Any], bool] = lambda _: False) -> Iterator[tuple[Any, Any, int]]:
+    """(a node, another that it uses, which of its outputs) for all edges of the graph below `nodes`, some None.
 
-    Leaves that the step `fn` has created, such as inputs for its own derivatives, don't count: they aren't parameters,
-    and the function doesn't refer to them.
+    It isn't followed below nodes of which `ends` is true.
     """
-    given = [x for x in given if isinstance(x, torch.Tensor)]
-    known = {id(x) for x in given}
-    seen: set[Any] = {x.grad_fn for x in given}  # what the given tensors were made of is the caller's business
-    queue = [x.grad_fn for x in outputs if isinstance(x, torch.Tensor) and x.grad_fn is not None]
+    queue: list[tuple[Any, Any, int]] = [(None, node, 0) for node in nodes if node is not None]
+    seen = set[Any]()
     while queue:
-        node = queue.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, torch.Tensor) and id(variable) not in known and _is_kept(variable, fn):
-            return variable
-        queue.extend([parent for parent, _ in node.next_functions if parent is not None])
-    return None
+        user, node, output = queue.pop()
+        if user is not None:
+            yield user, node, output
+        if node not in seen and not ends(node):
+            seen.add(node)
+            queue.extend((node, *used) for used in node.next_functions if used[0] is not None)
 
 
-def _is_kept(leaf: torch.Tensor, fn: Any) -> bool:
-    """Whether a leaf is a parameter, or `fn` refers to it, so that it existed before the call."""
-    parts = [part for module in modules_of(fn) for part in module.modules()]
-    kept = [x for part in parts for x in (*part._buffers.values(), *vars(part).values())]
-    return isinstance(leaf, nn.Parameter) or any(x is leaf for x in (*reached_from(fn), *kept))
+def _kept_as(leaf: torch.Tensor, fn: Any) -> str | None:
+    """What a leaf is, if it is a parameter, or `fn` refers to it, so that it existed before the call; else None."""
+    modules = modules_of(fn)
+    for module in modules:
+        for what, held in (("a parameter", module.named_parameters()), ("a buffer", module.named_buffers())):
+            for path in (path for path, x in held if x is leaf):
+                return f"{path!r} of {type(module).__name__}, {what}"
+    attributes = [x for module in modules for part in module.modules() for x in vars(part).values()]
+    kept = isinstance(leaf, nn.Parameter) or any(x is leaf for x in (*reached_from(fn), *attributes))
+    return "a parameter" if kept else None
 
 
 def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0, to_given: bool = False) -> list[torch.Tensor]:
     """Raise if `outputs` of `fn` depend on parameters that aren't among `given`, the arguments of the call.
 
-    Returns :func:`own_leaves`.
+    Returns :func:`own_leaves`. Leaves that the step `fn` has created, such as inputs for its own derivatives, don't
+    count: they aren't parameters, and the function doesn't refer to them.
 
     Buffers of modules that require gradients count too, unless derivatives are taken only with respect to `given`. Each
     function is checked once, and again if a call makes another number of nodes, `made`. The check is for plain
@@ -67,18 +68,25 @@ def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0, to_given
     """
     if _looked_at.has(fn, made):
         return []
-    known, buffers = tree.flatten(given)[0], [b for m in modules_of(fn) for b in m.buffers()] if to_given else []
-    variable = captured(fn, tree.flatten(outputs)[0], [*known, *buffers])
-    if variable is not None:
-        raise StepError(
-            f"the step uses {_name_of(fn, variable)} of shape {list(variable.shape)} that isn't one of its arguments, "
-            "so its gradient would stay local to this rank without a word. Pass it in: params = "
-            "dict(module.named_parameters()) and ltx.functional_call(module, params, inputs) inside the step. "
-            "If it is meant to be frozen, call requires_grad_(False) on it."
-        )
+    buffers = [buffer for module in modules_of(fn) for buffer in module.buffers()] if to_given else []
+    known = [*_tensors(given), *buffers]
+    ids, above = {*map(id, known)}, {x.grad_fn for x in known}  # what these were made of is the caller's business
+    for _, node, _ in edges([x.grad_fn for x in _tensors(outputs)], above.__contains__):
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.Tensor) and id(leaf) not in ids and (what := _kept_as(leaf, fn)) is not None:
+            raise StepError(
+                f"the step uses {what} of shape {list(leaf.shape)} that isn't one of its arguments, "
+                "so its gradient would stay local to this rank without a word. Pass it in: params = "
+                "dict(module.named_parameters()) and ltx.functional_call(module, params, inputs) inside the step. "
+                "If it is meant to be frozen, call requires_grad_(False) on it."
+            )
     if not (own := own_leaves(fn, outputs, given, made)):
         _looked_at.add(fn, made)
     return own
+
+
+def _tensors(values: Tree) -> list[torch.Tensor]:
+    return [x for x in tree.flatten(values)[0] if isinstance(x, torch.Tensor)]
 
 
 _without_own = Seen(forgets=True)
@@ -92,48 +100,21 @@ def own_leaves(fn: Any, outputs: Tree, given: Tree, made: int = 0) -> list[torch
     """
     if _without_own.has(fn, made):
         return []
-    wanted = [x for x in tree.flatten(given)[0] if isinstance(x, torch.Tensor)]
-    ids, leading = {*map(id, wanted)}, [x.grad_fn for x in wanted if x.grad_fn is not None]
-    queue = [x.grad_fn for x in tree.flatten(outputs)[0] if isinstance(x, torch.Tensor) and x.grad_fn is not None]
-    users: dict[Any, list[Any]] = {node: [] for node in queue}
-    for node in queue:  # the loops append to what they go through
-        if id(getattr(node, "variable", None)) in ids:
-            leading.append(node)
-        for following in (n for n, _ in node.next_functions if n is not None):
-            if following not in users:
-                users[following] = []
-                queue.append(following)
-            users[following].append(node)
-    leads = set(leading)
-    for node in leading:
+    wanted, nodes = _tensors(given), [x.grad_fn for x in _tensors(outputs)]
+    ids, leads = {*map(id, wanted)}, {x.grad_fn for x in wanted}
+    users: dict[Any, list[Any]] = {node: [] for node in nodes}
+    for user, node, _ in edges(nodes, leads.__contains__):
+        users.setdefault(node, []).append(user)
+    leads |= {node for node in users if id(getattr(node, "variable", None)) in ids}
+    leading = [*leads]
+    for node in leading:  # the loop appends to what it goes through
         leading += (new := {*users.get(node, ())} - leads)
         leads |= new
-    own = dict[int, torch.Tensor]()
-    queue = [node for node in queue if hasattr(node, "_forward_cls") and node not in leads]
-    for node in queue:
-        if (leaf := getattr(node, "variable", None)) is not None:
-            own[id(leaf)] = leaf
-        queue.extend(n for n, _ in node.next_functions if n is not None)
+    functions = [node for node in users if hasattr(node, "_forward_cls") and node not in leads]
+    own = {node: node.variable for _, node, _ in edges(functions) if hasattr(node, "variable")}
     if not own:
         _without_own.add(fn, made)
     return [*own.values()]
-
-
-def closes_over_variables(fn: Any, outputs: Tree, given: Tree, made: int) -> bool:
-    """Whether `outputs` of `fn` depend on what :func:`refuse_captured` refuses."""
-    try:
-        refuse_captured(fn, outputs, given, made)
-    except StepError:
-        return True
-    return False
-
-
-def _name_of(fn: Any, tensor: torch.Tensor) -> str:
-    for module in modules_of(fn):
-        for what, held in (("a parameter", module.named_parameters()), ("a buffer", module.named_buffers())):
-            for path in (path for path, x in held if x is tensor):
-                return f"{path!r} of {type(module).__name__}, {what}"
-    return "a parameter"
 
 
 class TracedValueError(Exception):
@@ -148,14 +129,9 @@ class _Watch(TorchFunctionMode):
         if getattr(func, "__name__", "") != "__get__":  # reading a shape is harmless
             here = private.maybe_current_level() or 0
             for x in tree.flatten((args, tuple(kwargs.values())))[0]:
-                if is_wrapped(x) and private.level_of(x) > here:
+                if isinstance(x, torch.Tensor) and private.is_wrapped(x) and private.level_of(x) > here:
                     raise TracedValueError
         return func(*args, **kwargs)
-
-
-def is_wrapped(x: Any) -> bool:
-    """Whether `x` is a tensor at a level of torch.func."""
-    return isinstance(x, torch.Tensor) and private.is_wrapped(x)
 
 
 _watched = Seen(forgets=True)
@@ -198,7 +174,9 @@ def _looking(fn: Any, in_place: Callable[[], set[int]], given: Callable[[], Iter
         left = [(name, x) for name, x in own if x.requires_grad]
         if not derived and (place := first_hooked([x for _, x in left])) is not None:
             raise StepError(hooked_text(f"the step uses a module whose {left[place][0]!r} ({type(module).__name__})"))
-    watched = [(module, buffer, _value(buffer.tensor)) for module in modules for buffer in Members(module).buffers]
+    buffers = [(module, buffer) for module in modules for buffer in Members(module).buffers]
+    with private.below_transforms(), torch.no_grad():
+        watched = [(*both, both[1].tensor.detach().clone()) for both in buffers]
     try:
         yield True
     except RuntimeError as error:
@@ -222,11 +200,10 @@ def _looking(fn: Any, in_place: Callable[[], set[int]], given: Callable[[], Iter
 def first_hooked(tensors: Sequence[torch.Tensor]) -> int | None:
     """The place of the first tensor that has hooks for its gradient; None if none has."""
     with private.plain_tensors():
-        found = zip(map(_HOOKS[0], tensors), map(_HOOKS[1], tensors), strict=True)
-        return next((place for place, hooks in enumerate(found) if any(hooks)), None)
+        return next((place for place, hooks in enumerate(map(_HOOKS, tensors)) if any(hooks)), None)
 
 
-_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def hooked_text(which: str) -> str:
@@ -256,12 +233,10 @@ def own_written(buffers: Sequence[Buffer], where: str, in_place: Callable[[], se
     `in_place` returns the ids of tensors that outer calls have put into modules; the outer calls check these.
     """
     written = [buffer for buffer in buffers if buffer.written()]
-    if not written:
-        return
-    given = in_place()
-    for path, *_, tensor, _, _ in written:
-        if id(tensor) not in given:
-            raise StepError(own_buffer_text(f"{path!r} of {where}"))
+    given = in_place() if written else set()
+    for buffer in written:
+        if id(buffer.tensor) not in given:
+            raise StepError(own_buffer_text(f"{buffer.path!r} of {where}"))
 
 
 def own_buffer_text(which: str) -> str:
@@ -316,10 +291,12 @@ class Members:
             raise UnsupportedError(f"{what} can't put tensors into a {type(module).__name__}. Give it {which}.")
         self.module, self.what = module, what
         self.slots: dict[str, tuple[dict[str, Any], str]] = {}  # path -> the dict that holds the tensor, and its key
-        self.tied: dict[int, list[str]] = {}  # the names of tensors with several names, by id
+        self.names: dict[int, list[str]] = {}  # the names of each tensor, by id
         self.buffers: list[Buffer] = []
         self.hooked: list[str] = []  # the names of parameters with hooks for their gradients
-        slots, first, sharded = self.slots, dict[int, str](), _fully_sharded()
+        slots, names = self.slots, self.names
+        # of torch's fully_shard (FSDP2), which manages the parameters of modules; () if nobody has imported it
+        sharded: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
         rest: list[tuple[str, nn.Module]] = [("", module)]
         while rest:
             prefix, part = rest.pop()
@@ -335,28 +312,22 @@ class Members:
                 for name, tensor in kept_in.items():
                     if tensor is None:
                         continue
-                    path, key = prefix + name, id(tensor)
+                    path = prefix + name
                     slots[path] = kept_in, name
-                    if (other := first.setdefault(key, path)) is not path:
-                        self.tied.setdefault(key, [other]).append(path)
-                    if kept_in is part._parameters:
-                        # parameters of other types may be those that a train state has taken over
-                        if type(tensor) is nn.Parameter and (
-                            tensor._backward_hooks or tensor._post_accumulate_grad_hooks
-                        ):
-                            self.hooked.append(path)
-                    else:
+                    names.setdefault(id(tensor), []).append(path)
+                    if kept_in is part._buffers:
                         persistent = name not in part._non_persistent_buffers_set
                         self.buffers.append(Buffer(path, kept_in, name, tensor, version_of(tensor), persistent))
+                    # parameters of other types may be those that a train state has taken over
+                    elif type(tensor) is nn.Parameter and any(_HOOKS(tensor)):
+                        self.hooked.append(path)
             for name, child in part._modules.items():
                 if child is not None:
                     rest.append((f"{prefix}{name}.", child))
 
-    def tensor(self, path: str) -> torch.Tensor:
-        """The tensor that the module has now."""
-        kept_in, name = self.slots[path]
-        found: torch.Tensor = kept_in[name]
-        return found
+    def tied(self) -> list[list[str]]:
+        """The names of each tensor that has several."""
+        return [names for names in self.names.values() if len(names) > 1]
 
     def untied(self, given: dict[str, torch.Tensor], tie_weights: bool) -> dict[str, torch.Tensor]:
         """`given`, checked, with entries added for all names of tensors that have several names in the module."""
@@ -366,7 +337,7 @@ class Members:
                 raise TreeError(f"{self.what}: {name!r} must be a tensor, got {type(tensor).__name__}.")
             if name not in self.slots:
                 self._check_attribute(name)
-        for group in self.tied.values() if tie_weights else ():
+        for group in self.tied() if tie_weights else ():
             among = [name for name in group if name in given]
             for name in group if among else ():
                 if filled.setdefault(name, given[among[0]]) is not given[among[0]]:
@@ -393,11 +364,6 @@ class Members:
                 f"{self.what}: {type(self.module).__name__} has no parameter or buffer {name!r}. Of its "
                 f"{len(self.slots)} the first are {known or 'none'}."
             )
-
-
-def _fully_sharded() -> Any:
-    """The class of modules whose parameters torch's fully_shard (FSDP2) manages; () if nobody has imported it."""
-    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
 
 
 def modules_of(fn: Any) -> list[nn.Module]:
@@ -435,22 +401,15 @@ def _referred(value: Any) -> list[Any]:
     if inspect.ismethod(value):
         return [value.__self__, value.__func__]
     if inspect.isfunction(value):
-        cells = [cell for cell in value.__closure__ or () if _filled(cell)]
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]  # not the empty ones
         library = str(value.__module__).partition(".")[0] in ("torch", "ltx")
         names = () if library else _names(value.__code__)
         globals_ = [value.__globals__[name] for name in names if name in value.__globals__]
         defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        return [*(cell.cell_contents for cell in cells), *globals_, *defaults, getattr(value, "__wrapped__", None)]
+        return [*cells, *globals_, *defaults, getattr(value, "__wrapped__", None)]
     if inspect.ismodule(value) or inspect.isclass(value) or isinstance(value, torch.Tensor):
         return []
     return list(getattr(value, "__dict__", {}).values())[:100]
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
 
 
 def _names(code: Any) -> Sequence[str]:
@@ -459,8 +418,3 @@ def _names(code: Any) -> Sequence[str]:
 
 
 _IN_PLACE = ("which will be updated in place, were not batched", "that would mutate a captured Tensor")
-
-
-def _value(tensor: torch.Tensor) -> torch.Tensor:
-    with private.below_transforms(), torch.no_grad():
-        return tensor.detach().clone()

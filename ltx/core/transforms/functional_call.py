@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,12 +118,12 @@ def functional_call(
     for name, flag in (("tie_weights", tie_weights), ("return_buffers", return_buffers)):
         if not isinstance(flag, bool):
             raise InputError(f"functional_call: {name} must be a bool, got {brief(flag)}.")
-    call = _Call(module, given, "functional_call", tie_weights, return_buffers)
-    with call.swap.in_place():
+    swap = Swap.of_call(module, given, "functional_call", tie_weights, return_buffers)
+    with swap.in_place():
         output = module(*args, **kwargs)
-    if (calls := call.recorded()) is not None:
+    if (calls := swap.recorded()) is not None:
         calls.watch(output)
-    after = call.done()
+    after = swap.done(return_buffers)
     return (output, after) if return_buffers else output
 
 
@@ -154,24 +155,24 @@ def using(*modules: Any) -> Iterator[None]:
     pairs = (modules,) if modules and isinstance(modules[0], nn.Module) else modules
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise TreeError(f"using takes a module and its tensors, or several such pairs, got {brief(modules)}.")
-    calls = [_Call(module, _merged(given), "using") for module, given in pairs]
-    parts = [id(part) for call in calls for part in call.swap.members.module.modules()]
+    swaps = [Swap.of_call(module, _merged(given), "using") for module, given in pairs]
+    parts = [id(part) for swap in swaps for part in swap.members.module.modules()]
     if len(parts) > len({*parts}):
         raise InputError("using: a module is given twice, or is a part of another one. Give the outer one alone.")
-    records = [record for call in calls if (record := call.recorded()) is not None]
+    records = [record for swap in swaps if (record := swap.recorded()) is not None]
 
     def watch(_: Any, __: Any, output: Any) -> None:
         for record in records:
             record.watch(output)
 
     with ExitStack() as stack:
-        for call in calls:
-            stack.enter_context(call.swap.in_place())
+        for swap in swaps:
+            stack.enter_context(swap.in_place())
         if records and _recorded.get() is None:  # somebody else will run the backward pass
             stack.callback(register_module_forward_hook(watch).remove)
         yield
-    for call in calls:
-        call.done()
+    for swap in swaps:
+        swap.done()
 
 
 @traced.at_trace_time
@@ -181,59 +182,11 @@ def _refuse_using() -> None:
     )
 
 
-class _Call:
-    """What a call puts into a module, and what it looks at afterwards."""
-
-    def __init__(
-        self, module: nn.Module, given: dict[str, Any], what: str, tie_weights: bool = True, returns: bool = False
-    ):
-        members = Members(module, what)
-        copied: dict[int, torch.Tensor] = {}  # a buffer with several names has one copy
-        self.copies = {
-            buffer.path: copied.setdefault(id(x), _copied(x))
-            for buffer in members.buffers
-            if isinstance(x := given.get(buffer.path), torch.Tensor)
-        }
-        tensors = members.untied({**given, **self.copies}, tie_weights)
-        self.swap = Swap(members, tensors, {name: given[name] for name in self.copies})
-        self.name, self.what, self.returns = type(module).__name__, what, returns
-        self.versions = {name: version_of(copy) for name, copy in self.copies.items()}
-        kept = {} if returns else self.copies
-        self.values = {name: _value(x, given[name], module.training) for name, x in kept.items()}
-        self.own = [buffer for buffer in members.buffers if buffer.path not in tensors]
-        for name in members.hooked:
-            if (x := tensors.get(name)) is not None and x.is_leaf and x is not members.tensor(name):
-                raise StepError(hooked_text(f"{what}: parameter {name!r} of {self.name}"))
-
-    def recorded(self) -> Calls | None:
-        """Record the call, if there will be a backward pass."""
-        return _record(self.swap.tensors, self.swap.repeated())
-
-    def done(self) -> dict[str, torch.Tensor]:
-        """The values of the given buffers after the call. Raises if what it wrote to one would be lost."""
-        placed, self.swap.after = self.swap.after, {}  # one may be the output itself, whose graph mustn't hold it
-        own_written(self.own, self.name, tensors_in_place)
-        if self.returns:
-            # If the module itself called requires_grad_() on a copy, that is a leaf, and no gradient may go on from it.
-            after = {name: placed[name] for name in self.copies}
-            return {name: x.detach() if x.is_leaf and x.requires_grad else x for name, x in after.items()}
-        copies, versions = self.copies, self.versions
-        moved = (name for name, x in copies.items() if placed[name] is not x or version_of(x) != versions[name])
-        values = {name: (copies[name], x) for name, x in self.values.items() if x is not None}
-        if (written := next(moved, None) or _written(values)) is not None:
-            raise StepError(
-                f"{self.what}: {self.name} wrote to {written!r}, a buffer that it was given, and what it wrote would "
-                "be lost. Take it: output, buffers = ltx.functional_call(module, (params, buffers), inputs, "
-                "return_buffers=True), and return the buffers from the step. Or leave them as they are: module.eval()."
-            )
-        return {}
-
-
 @traced.at_trace_time
 def _look_at_trace_time(module: nn.Module) -> tuple[bool, tuple[str, ...]]:
     """Whether tensors have several names in `module`, and its buffers' names. Raises if it can't be traced."""
     members = Members(module)
-    found = bool(members.tied), tuple([buffer.path for buffer in members.buffers])
+    found = bool(members.tied()), tuple([buffer.path for buffer in members.buffers])
     if not private.in_transform():
         return found
     refuse_max_norm(module)
@@ -282,70 +235,96 @@ def _value(copy: torch.Tensor, given: torch.Tensor, training: bool) -> torch.Ten
     return given if training and copy.ndim == 1 and copy.is_floating_point() else None  # batch norm's are vectors
 
 
-def _written(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> str | None:
-    """The name of a tensor that has changed, or None. `pairs`: {name: (value now, value before)}."""
-    if not pairs or same_values(*zip(*((unwrapped(now), was) for now, was in pairs.values()), strict=True)):
-        return None
-    return next(name for name, (now, was) in pairs.items() if not same_values([unwrapped(now)], [was]))
-
-
 # --- tensors in places ------------------------------------------------------------------------------------------------
 
 #: The calls of ltx.functional_call that run in this thread, the outermost first.
-_placed: ContextVar[tuple[Swap, ...]] = ContextVar("_placed", default=())
+placed: ContextVar[tuple[Swap, ...]] = ContextVar("placed", default=())
+#: A buffer, the count of writes to it, and its value at that count.
+Kept = tuple[torch.Tensor, int, torch.Tensor]
 
 
 class Swap:
     """Replaces a module's tensors by others during a call.
 
-    `tensors`: {name: tensor}, with all tied names. `before`: the given values of buffers whose copies are put in.
+    `tensors`: {name: tensor}, with all tied names. `first`: of each buffer among them that the call may write to the
+    tensor, the count of writes to it, and the value that was given for it.
     """
 
-    def __init__(self, members: Members, tensors: dict[str, torch.Tensor], before: Mapping[str, torch.Tensor]):
-        self.members = members
-        self.tensors = tensors
-        self.after: dict[str, torch.Tensor] = {}
-        self._own: dict[str, torch.Tensor] = {}
-        # Parametrized tensors aren't kept in a dict of the module.
-        self._parametrized, self._others = NamedMemberAccessor(members.module), dict[str, torch.Tensor]()
-        # For each buffer: the tensor, the count of writes to it, and its value at that count.
-        self._kept = {name: (tensors[name], version_of(tensors[name]), value) for name, value in before.items()}
-        self.first, self.replaced = dict(self._kept), set[str]()
+    def __init__(self, members: Members, tensors: dict[str, torch.Tensor], first: dict[str, Kept]):
+        self.members, self.tensors, self.first = members, tensors, first
         self.gone: dict[str, Any] = {}  # of tensors that nobody has kept since: where they were
-
-    def repeated(self) -> Callable[[dict[str, torch.Tensor]], Swap]:
-        """A function that makes this swap of given tensors, which it doesn't keep itself."""
-        members, first, replaced = self.members, self.first, self.replaced
-
-        def of(tensors: dict[str, torch.Tensor]) -> Swap:
-            made = Swap(members, tensors, {})
-            made.first, made.replaced = first, replaced
-            return made
-
-        return of
+        self._after: dict[str, Any] = {}  # what is in the places of `first` after the call
+        self._values: dict[str, torch.Tensor | None] = {}  # as :func:`_value` of these
+        self._own: dict[str, torch.Tensor] = {}
+        # Tensors that are other attributes of the module aren't kept in a dict of it.
+        self._attributes, self._others = NamedMemberAccessor(members.module), dict[str, torch.Tensor]()
+        self._kept = dict(first)  # as `first`, of the last checkpoint
 
     @classmethod
-    def of_call(cls, module: nn.Module, given: Mapping[str, torch.Tensor]) -> Swap:
-        """A swap that repeats a running functional_call of torch: the tensors of `given` that `module` now holds."""
-        members, ids = Members(module), {id(x) for x in given.values()}
-        tensors = {path: x for path, (kept_in, key) in members.slots.items() if id(x := kept_in[key]) in ids}
-        return cls(members, tensors, {b.path: b.tensor.clone() for b in members.buffers if b.path in tensors})
+    def of_call(
+        cls, module: nn.Module, given: dict[str, Any], what: str, tie_weights: bool = True, returns: bool = False
+    ) -> Swap:
+        """What a call puts into a module: the `given` tensors, and copies of those that are buffers."""
+        members = Members(module, what)
+        copied: dict[int, torch.Tensor] = {}  # a buffer with several names has one copy
+        copies = {
+            buffer.path: copied.setdefault(id(x), _copied(x))
+            for buffer in members.buffers
+            if isinstance(x := given.get(buffer.path), torch.Tensor)
+        }
+        tensors = members.untied({**given, **copies}, tie_weights)
+        swap = cls(members, tensors, {name: (x, version_of(x), given[name]) for name, x in copies.items()})
+        kept = {} if returns else copies
+        swap._values = {name: _value(x, given[name], module.training) for name, x in kept.items()}
+        for name in members.hooked:
+            x, (kept_in, key) = tensors.get(name), members.slots[name]
+            if x is not None and x.is_leaf and x is not kept_in[key]:
+                raise StepError(hooked_text(f"{what}: parameter {name!r} of {type(module).__name__}"))
+        return swap
+
+    def recorded(self) -> Calls | None:
+        """Record the call, if there will be a backward pass."""
+        return _record(self.tensors, partial(Swap, self.members, first=self.first))
+
+    def done(self, returns: bool = False) -> dict[str, torch.Tensor]:
+        """The values of the given buffers after the call. Raises if what it wrote to one would be lost."""
+        after, self._after = self._after, {}  # one may be the output itself, whose graph mustn't hold it
+        members, name = self.members, type(self.members.module).__name__
+        own_written([b for b in members.buffers if b.path not in self.tensors], name, tensors_in_place)
+        if returns:
+            # If the module itself called requires_grad_() on a copy, that is a leaf, and no gradient may go on from it.
+            return {name: x.detach() if x.is_leaf and x.requires_grad else x for name, x in after.items()}
+        moved = (name for name, (x, version, _) in self.first.items() if version_of(x) != version)
+        values = {name: (unwrapped(self.tensors[name]), x) for name, x in self._values.items() if x is not None}
+        written = next(moved, None)
+        if written is None and values and not same_values(*zip(*values.values(), strict=True)):
+            written = next(name for name, (now, was) in values.items() if not same_values([now], [was]))
+        if written is not None:
+            raise StepError(
+                f"{members.what}: {name} wrote to {written!r}, a buffer that it was given, and what it wrote would "
+                "be lost. Take it: output, buffers = ltx.functional_call(module, (params, buffers), inputs, "
+                "return_buffers=True), and return the buffers from the step. Or leave them as they are: module.eval()."
+            )
+        return {}
 
     def put(self, tensors: Mapping[str, torch.Tensor]) -> None:
         slots = self.members.slots
-        self._others, _ = self._parametrized.swap_tensors_dict({k: x for k, x in tensors.items() if k not in slots})
+        self._others, _ = self._attributes.swap_tensors_dict({k: x for k, x in tensors.items() if k not in slots})
         for name, tensor in tensors.items():
             if name in slots:
                 kept_in, key = slots[name]
                 self._own[name] = kept_in[key]
                 kept_in[key] = tensor
 
-    def take_out(self) -> None:
-        """Put the module's own tensors back."""
-        for name, tensor in self._own.items():
+    def take_out(self) -> dict[str, Any]:
+        """Put the module's own tensors back. Returns what was there."""
+        found: dict[str, Any] = {}
+        for name, tensor in reversed(self._own.items()):  # a place with several names has its own at the first
             kept_in, key = self.members.slots[name]
+            found[name] = kept_in.get(key)
             kept_in[key] = tensor
-        self._parametrized.swap_tensors_dict(self._others)
+        self._attributes.swap_tensors_dict(self._others)
+        return found
 
     def given(self, name: str) -> torch.Tensor:
         """What the call was given; of a buffer the module got a copy."""
@@ -354,35 +333,30 @@ class Swap:
     def written_before(self) -> str | None:
         """The name of a buffer that the call has written to, or None; batch norm's output doesn't depend on them."""
         for name, (tensor, version, _) in self.first.items():
-            part = self.members.module.get_submodule(name.rpartition(".")[0])
-            if (name in self.replaced or version_of(tensor) != version) and not isinstance(
-                part, nn.modules.batchnorm._NormBase
-            ):
+            part = self.members.module.get_submodule(_module_of(name))
+            if version_of(tensor) != version and not isinstance(part, nn.modules.batchnorm._NormBase):
                 return name
         return None
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Put the tensors into the module for the block, then put its own tensors back."""
-        module, slots = self.members.module, self.members.slots
-        token = _placed.set((*_placed.get(), self))
-        lost: list[str] = []
+        token = placed.set((*placed.get(), self))
         try:
             self.put(self.tensors)
-            try:
-                yield
-            finally:
-                self.after = {name: slots[name][0][slots[name][1]] for name in self._kept}
-                self.replaced.update(name for name, x in self.after.items() if x is not self.tensors[name])
-                now = {name: slots[name][0].get(slots[name][1]) for name in self._own}
-                lost = [name for name, was in self._own.items() if now[name] is was is not self.tensors[name]]
+            yield
         finally:
-            _placed.reset(token)
-            self.take_out()
+            placed.reset(token)
+            found = self.take_out()
+            for name, (x, _, value) in self.first.items():
+                self._after[name] = found.get(name)
+                if found.get(name) is not x:  # it was replaced, which counts as a write
+                    self.first[name] = x, -1, value
+        lost = [name for name, own in self._own.items() if found[name] is own is not self.tensors[name]]
         if lost:
             raise UnsupportedError(
-                f"functional_call: {type(module).__name__} lost the {lost[0]!r} that it was given, during the call. "
-                "Two threads called it at a time: give each a module of its own (copy.deepcopy)."
+                f"functional_call: {type(self.members.module).__name__} lost the {lost[0]!r} that it was given, during "
+                "the call. Two threads called it at a time: give each a module of its own (copy.deepcopy)."
             )
 
     def again(self) -> Callable[[], AbstractContextManager[None]]:
@@ -404,16 +378,17 @@ class Swap:
             if _module_of(name) in written:
                 self._kept[name] = tensor, version_of(tensor), tensor.detach().clone()
         now = dict(self._kept)
+        return lambda: self.anew(now).in_place()
 
-        def in_place() -> AbstractContextManager[None]:
-            copies: dict[int, torch.Tensor] = {}
-            buffers = {}
-            for name, (tensor, version, value) in now.items():
-                constant = not tensor.is_floating_point() and version_of(tensor) == version
-                buffers[name] = tensor if constant else copies.setdefault(id(tensor), value.clone())
-            return Swap(self.members, {**self.tensors, **buffers}, buffers).in_place()
-
-        return in_place
+    def anew(self, kept: dict[str, Kept]) -> Swap:
+        """This swap with copies of the values in `kept` as buffers, or the buffers themselves if they are constant."""
+        copies: dict[int, torch.Tensor] = {}
+        buffers: dict[str, Kept] = {}
+        for name, (tensor, version, value) in kept.items():
+            constant = not tensor.is_floating_point() and version_of(tensor) == version
+            x = tensor if constant else copies.setdefault(id(tensor), value.clone())
+            buffers[name] = x, version_of(x), x
+        return Swap(self.members, {**self.tensors, **{name: x for name, (x, _, _) in buffers.items()}}, buffers)
 
 
 def _module_of(name: str) -> str:
@@ -422,7 +397,7 @@ def _module_of(name: str) -> str:
 
 def tensors_in_place() -> set[int]:
     """The ids of tensors that running functional calls, of ltx and torch, have put into modules."""
-    ids = {id(x) for swap in _placed.get() for x in swap.tensors.values()}
+    ids = {id(x) for swap in placed.get() for x in swap.tensors.values()}
     return ids.union(*({id(x) for x in tensors.values()} for _, tensors in calls_of_torch()))
 
 
@@ -442,17 +417,15 @@ def calls_of_torch() -> list[tuple[nn.Module, Mapping[str, torch.Tensor]]]:
     return found
 
 
-def is_placed() -> bool:
-    """Whether an ltx.functional_call runs in this thread."""
-    return bool(_placed.get())
-
-
 def running_again() -> list[Callable[[], AbstractContextManager[None]]]:
     """Functions that put in again what the running functional calls have put into modules, the outermost first."""
-    return [
-        *(swap.again() for swap in _placed.get()),
-        *(Swap.of_call(module, tensors).again() for module, tensors in calls_of_torch()),
-    ]
+    again = [swap.again() for swap in placed.get()]
+    for module, given in calls_of_torch():
+        members, ids = Members(module), {id(x) for x in given.values()}
+        tensors = {path: x for path, (kept_in, key) in members.slots.items() if id(x := kept_in[key]) in ids}
+        kept = {b.path: (b.tensor, b.version, b.tensor.clone()) for b in members.buffers if b.path in tensors}
+        again.append(Swap(members, tensors, kept).again())
+    return again
 
 
 # --- modules that the backward pass calls again -----------------------------------------------------------------------
@@ -551,7 +524,7 @@ class Calls:
         if swap is None:
             return
         whole = swap.members.module
-        running = (*(swap.members.module for swap in _placed.get()), *(around for around, _ in calls_of_torch()))
+        running = (*(swap.members.module for swap in placed.get()), *(around for around, _ in calls_of_torch()))
         if any(module is part for around in running for part in around.modules()):
             return
         path = next(path for path, part in whole.named_modules() if part is module)
@@ -572,9 +545,7 @@ class Calls:
             raise StepError(_called_again(which, "was called with several sets of tensors", _COPY))
         if (written := swap.written_before()) is not None:
             raise StepError(_called_again(which, f"has written to its buffer {written!r} since", _CHECKPOINT))
-        copies: dict[int, torch.Tensor] = {}
-        fresh = {name: copies.setdefault(id(x), value.clone()) for name, (x, _, value) in swap.first.items()}
-        again = Swap(swap.members, {**swap.tensors, **fresh}, {})
+        again = swap.anew({name: (x, -1, value) for name, (x, _, value) in swap.first.items()})
         self.placed.append(again)
         again.put(again.tensors)
 
@@ -648,12 +619,12 @@ def _record(given: Mapping[str, torch.Tensor], make: Callable[[dict[str, torch.T
     """
     if not torch.is_grad_enabled():
         return None
-    names, found = tuple(given), tuple(map(weakref.ref, given.values()))
+    found = dict(zip(given, map(weakref.ref, given.values()), strict=True))
 
     def swap() -> Swap:
-        there = {name: x for name, at in zip(names, found, strict=True) if (x := at()) is not None}
+        there = {name: x for name, at in found.items() if (x := at()) is not None}
         made = make(there)
-        made.gone = {name: at for name, at in zip(names, found, strict=True) if name not in there}
+        made.gone = {name: at for name, at in found.items() if name not in there}
         return made
 
     calls = _recorded.get() or Calls()
@@ -672,10 +643,9 @@ def _torch_calls(module: Any, parameters_and_buffers: Any, *args: Any, **options
 
     def swap(tensors: dict[str, torch.Tensor]) -> Swap:
         members = Members(module)
-        made = Swap(members, members.untied(tensors, tied), {})
         buffers = {buffer.path for buffer in members.buffers} & set(fixed) & set(tensors)
-        made.first = {name: (tensors[name], fixed[name], tensors[name]) for name in buffers}
-        return made
+        first = {name: (tensors[name], fixed[name], tensors[name]) for name in buffers}
+        return Swap(members, members.untied(tensors, tied), first)
 
     if (calls := _record(given, swap)) is not None:
         calls.watch(output)

@@ -18,15 +18,13 @@ from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import checked, outcome
 from ltx.core.base.errors import StepError
 from ltx.core.collectives.linear import at_places
-from ltx.core.gradients.comm_hook import CommHook
 from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.planning import requires_grad
-from ltx.core.gradients.reduction import LeafState
-from ltx.core.transforms.closure_check import closes_over_variables, first_hooked, hooked_text
+from ltx.core.transforms.closure_check import first_hooked, hooked_text, refuse_captured
 from ltx.core.transforms.data_parallel import DataParallel
 from ltx.core.transforms.functional_call import Calls, own_grad_and_value
 from ltx.core.transforms.marking import marks_on_wire
-from ltx.core.transforms.plain_autograd import gradients
+from ltx.core.transforms.plain_autograd import by_buckets, gradients
 from ltx.core.transforms.run import CallOptions, refuse_backward
 from ltx.core.transforms.sync_state import Synced, SyncState, check_state, states_after
 from ltx.typing import Step, Tree
@@ -56,9 +54,6 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
         (tensor(4.), tensor(8.))
     """
 
-    def scalar(*args: Any, **kwargs: Any) -> Any:
-        return checked_output(step(*args, **kwargs))
-
     def checked_output(output: Any) -> Any:
         value = output[0] if has_aux and isinstance(output, tuple) and len(output) == 2 else output
         if has_aux and value is output:
@@ -79,27 +74,37 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
                 _check_differentiable(args[n].params if isinstance(args[n], Synced) else args[n], n)
         if sync_state is not None:
             check_state(sync_state)
-        leaves, spec = tree.flatten(args[argnums]) if isinstance(argnums, int) else ([], None)
-        if isinstance(argnums, int) and leaves and _is_plain(step, argnums, args):
+        flat = tree.flatten(args[argnums]) if isinstance(argnums, int) else ([], None)
+        if isinstance(argnums, int) and flat[0] and _is_plain(step, argnums, args):
             others = tree.flatten((at_places(args, [argnums], [None]), kwargs))[0]
-            if not requires_grad([*leaves, *others]):
+            if not requires_grad([*flat[0], *others]):
                 axis = comm.resolve(step.axis)
-                if marks_on_wire(step, _hook_now(step, sync_state), axis):
-                    return _by_plain_autograd(step, argnums, (leaves, spec), args, kwargs, sync_state, checked_output)
+                hook = step.hook(0 if sync_state is None else sync_state.checked_step())
+                if marks_on_wire(step, hook, axis):
+                    return _by_plain_autograd(step, argnums, flat, args, kwargs, sync_state, checked_output)
                 if axis.size == 1 and not axis.ranks.levels and sync_state is None:
-                    return _alone(step, argnums, args, kwargs, checked_output)
-        if sync_state is None:
-            return _by_torch_func(scalar, numbers, isinstance(argnums, int), has_aux, args, kwargs)
+                    return _alone(step, argnums, flat, args, kwargs, checked_output)
+        given: Sequence[Any] = args
+        if sync_state is not None:
+            if not isinstance(argnums, int):
+                raise StepError(f"a communication state goes with one argument of parameters, got argnums={argnums}.")
+            sync_state.checked_step()  # raises for a state that was used before
+            given = at_places(args, [argnums], [Synced(args[argnums], sync_state)])
+        flats = [tree.flatten(given[n]) for n in numbers]  # torch.func takes None for a leaf, and not for an empty node
+
+        def of_leaves(lists: list[list[torch.Tensor]]) -> Any:
+            trees = [tree.unflatten(spec, leaves) for leaves, (_, spec) in zip(lists, flats, strict=True)]
+            return checked_output(step(*at_places(given, numbers, trees), **kwargs))
+
+        lists, value = own_grad_and_value(of_leaves, has_aux=has_aux)([leaves for leaves, _ in flats])
+        grads = tuple(tree.unflatten(spec, leaves) for leaves, (_, spec) in zip(lists, flats, strict=True))
         if not isinstance(argnums, int):
-            raise StepError(f"a communication state goes with one argument of parameters, got argnums={argnums}.")
-        sync_state.checked_step()  # raises for a state that was used before
-        filled = at_places(args, [argnums], [Synced(args[argnums], sync_state)])
-        synced, value = _by_torch_func(scalar, numbers, True, has_aux, filled, kwargs)
-        state = synced.sync_state
+            return grads, value
+        if sync_state is None:
+            return grads[0], value
         # the clock has counted the step; a count in the structure would make the next step compile anew
-        if traced.recording():
-            return (synced.params, state), value
-        return (synced.params, state.clock_read()), value
+        state = grads[0].sync_state if traced.recording() else grads[0].sync_state.clock_read()
+        return (grads[0].params, state), value
 
     return transformed
 
@@ -125,26 +130,6 @@ def grad(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) 
     return transformed
 
 
-def _by_torch_func(
-    scalar: Callable[..., Any],
-    numbers: Sequence[int],
-    only: bool,
-    has_aux: bool,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-) -> Any:
-    """``torch.func.grad_and_value``, which here treats None as an empty node, as JAX does, and not as a leaf."""
-    flat = [tree.flatten(args[n]) for n in numbers]
-
-    def of_leaves(lists: list[list[torch.Tensor]]) -> Any:
-        trees = [tree.unflatten(spec, leaves) for leaves, (_, spec) in zip(lists, flat, strict=True)]
-        return scalar(*at_places(args, numbers, trees), **kwargs)
-
-    lists, value = own_grad_and_value(of_leaves, has_aux=has_aux)([leaves for leaves, _ in flat])
-    grads = tuple(tree.unflatten(spec, leaves) for leaves, (_, spec) in zip(lists, flat, strict=True))
-    return grads[0] if only else grads, value
-
-
 def _is_plain(step: Step, argnum: int, args: tuple[Any, ...]) -> TypeGuard[DataParallel]:
     """Whether plain autograd gives torch.func's result for parameters alone: no transform is active."""
     if not isinstance(step, DataParallel) or not isinstance(step.argnums, int) or step.returns != "value":
@@ -154,10 +139,6 @@ def _is_plain(step: Step, argnum: int, args: tuple[Any, ...]) -> TypeGuard[DataP
     if traced.recording() or private.in_transform():
         return False
     return not (private.has_tangents() or torch.is_inference_mode_enabled())
-
-
-def _hook_now(step: DataParallel, sync_state: SyncState | None) -> CommHook | None:
-    return step.hook(0 if sync_state is None else sync_state.checked_step())
 
 
 def _by_plain_autograd(
@@ -180,21 +161,10 @@ def _by_plain_autograd(
     assert isinstance(schedule, ProcessSchedule)
     assert run.inputs is not None
     leaves, spec = flat
-    grads, states = dict[int, torch.Tensor](), dict[int, LeafState]()
-    try:
-        schedule.send_summary()
-        loss = output[0] if isinstance(output, tuple) else output
-        # If no operation connects the loss to the markers, it has no gradient.
-        with calls.in_pass():
-            schedule.backward([loss] if loss.requires_grad else [], run.inputs, own=run.own)
-        with torch.no_grad():
-            for bucket, reduced in schedule.wait_buckets():
-                grads.update(zip(bucket.members, schedule.unpack(bucket, reduced), strict=True))
-                states.update(schedule.plan.states_by_leaf(bucket, reduced[1]))
-        schedule.finish()
-    except BaseException as error:
-        schedule.abandon(error)
-        raise
+    loss = output[0] if isinstance(output, tuple) else output
+    # If no operation connects the loss to the markers, it has no gradient.
+    with calls.in_pass():
+        grads, states = by_buckets(schedule, [loss] if loss.requires_grad else [], None, run.inputs, own=run.own)
     value = tree.detached(_apart(output))
     with torch.no_grad():
         found = tree.unflatten(spec, map(grads.__getitem__, range(len(leaves))))
@@ -212,6 +182,7 @@ def _apart(output: Tree) -> Tree:
 def _alone(
     step: DataParallel,
     argnum: int,
+    flat: tuple[list[torch.Tensor], Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     checked_output: Callable[[Any], Any],
@@ -220,7 +191,7 @@ def _alone(
 
     It may use what torch.func has no rules for, as it may on several ranks.
     """
-    leaves, spec = tree.flatten(args[argnum])
+    leaves, spec = flat
     inputs = [x.detach().requires_grad_() for x in leaves]
     calls = Calls()
     with torch.enable_grad(), calls.recorded():
@@ -230,7 +201,11 @@ def _alone(
         output = checked_output(run.value())
         refuse_backward(inputs)
         total = output[0] if isinstance(output, tuple) else output
-        closes = closes_over_variables(step.fn, output, filled, private.nodes_made() - before)
+        closes = False
+        try:
+            refuse_captured(step.fn, output, filled, private.nodes_made() - before)
+        except StepError:
+            closes = True  # over variables, whose gradients nobody refuses here
     with calls.in_pass():
         grads = tree.unflatten(spec, gradients(total, inputs, closes, run.own))
     with torch.set_grad_enabled(closes and torch.is_grad_enabled()):

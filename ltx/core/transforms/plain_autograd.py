@@ -23,7 +23,9 @@ from ltx.core.base import private, traced, tree
 from ltx.core.base.errors import StepError, UnsupportedError
 from ltx.core.collectives.linear import Function, at_places
 from ltx.core.gradients.marker import can_raise_priority
+from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.planning import in_step, tracked
+from ltx.core.gradients.reduction import LeafState
 from ltx.core.ranks.batched import in_front
 from ltx.core.transforms.checkpoints import checkpoints_allowed
 from ltx.core.transforms.closure_check import watch_for_traced_values
@@ -53,6 +55,33 @@ def _with_own(leaf: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
     return grad if brought is None else grad + brought
 
 
+def by_buckets(
+    schedule: ProcessSchedule,
+    outputs: Sequence[torch.Tensor],
+    cotangents: Sequence[torch.Tensor] | None,
+    inputs: Sequence[torch.Tensor],
+    again: bool = False,
+    own: Sequence[torch.Tensor] = (),
+) -> tuple[dict[int, torch.Tensor], dict[int, LeafState]]:
+    """Run a deferred pass, and wait for its buckets: (gradients by the parameters' places, next states by them).
+
+    The arguments are those of :meth:`ProcessSchedule.backward`.
+    """
+    grads, states = dict[int, torch.Tensor](), dict[int, LeafState]()
+    try:
+        schedule.send_summary()
+        schedule.backward(outputs, inputs, cotangents, again, own)
+        with torch.no_grad():
+            for bucket, reduced in schedule.wait_buckets():
+                grads.update(zip(bucket.members, schedule.unpack(bucket, reduced), strict=True))
+                states.update(schedule.plan.states_by_leaf(bucket, reduced[1]))
+        schedule.finish()
+    except BaseException as error:
+        schedule.abandon(error)
+        raise
+    return grads, states
+
+
 class Call:
     """One call of a step below the transform. Keeps the plain graph for the backward pass."""
 
@@ -60,13 +89,8 @@ class Call:
         self.step, self.leaves, self.spec = step, leaves, spec
         self.wrapped = [i for i, x in enumerate(self.leaves) if isinstance(x, torch.Tensor) and private.is_wrapped(x)]
         self._wanted = [leaves[i].requires_grad for i in self.wrapped]
-        self.calls, self._schedule = Calls(), None
-        self._inputs: list[torch.Tensor] | None = None  # as Run.inputs
+        self.calls = Calls()
         self._params: list[torch.Tensor] = []  # the leaves of the step's parameters
-        self.inputs: list[torch.Tensor] = []
-        self.outputs: list[torch.Tensor] = []
-        self._result: tuple[list[Any], Any] = ([], None)
-        self._differentiable: list[int] = []
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Run the step on plain leaves; return the outputs that have a gradient."""
@@ -78,7 +102,8 @@ class Call:
         with comm.span("forward"), plain, torch.enable_grad(), allowed, watched, self.calls.recorded():
             run = step.run(args, kwargs, CallOptions(deferred=self._may_defer(args)))
             outputs, spec = tree.flatten(run.value())
-        self._schedule, self._inputs, self._own = run.schedule, run.inputs, run.own
+        self._schedule: Any = run.schedule
+        self._inputs, self._own = run.inputs, run.own
         found = [(i, x) for i, x in enumerate(outputs) if isinstance(x, torch.Tensor)]
         self._differentiable = [i for i, x in found if x.requires_grad]
         if self._inputs is not None and not self._differentiable:  # the rank takes part, as its peers wait for it
@@ -117,31 +142,16 @@ class Call:
                 return tuple(map(_with_own, wanted, found))
 
         with torch.inference_mode(False), checkpoints_allowed(), self.calls.in_pass():
-            if self._inputs is not None:
-                return self._pull_buckets(self._inputs, cotangents)
+            if self._inputs is not None:  # as :func:`ltx.grad` does it: the pass has no fence
+                reached = [(x, c) for x, c in zip(self.outputs, cotangents, strict=True) if x.requires_grad]
+                objectives, given = [x for x, _ in reached], [c for _, c in reached]
+                with comm.nested_run(), torch.no_grad():
+                    found, _ = by_buckets(self._schedule, objectives, given, self._inputs, True, self._own)
+                of = {id(x): found[place] for place, x in enumerate(self._params)}
+                return tuple(of.get(id(x)) for x in self.inputs)
             with comm.span("backward"):
                 grads = iter((torch.vmap(pull) if batched else pull)(*cotangents))
         return tuple(next(grads) if x.requires_grad else None for x in self.inputs)
-
-    def _pull_buckets(
-        self, inputs: list[torch.Tensor], cotangents: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor | None, ...]:
-        """:meth:`pull`, as :func:`ltx.grad` does it: the pass has no fence, and its buckets are waited for here."""
-        schedule: Any = self._schedule
-        grads = dict[int, torch.Tensor]()
-        try:
-            with comm.nested_run(), torch.no_grad():
-                schedule.send_summary()
-                reached = [(x, c) for x, c in zip(self.outputs, cotangents, strict=True) if x.requires_grad]
-                schedule.backward([x for x, _ in reached], inputs, [c for _, c in reached], True, self._own)
-                for bucket, reduced in schedule.wait_buckets():
-                    grads.update(zip(bucket.members, schedule.unpack(bucket, reduced), strict=True))
-                schedule.finish()
-        except BaseException as error:
-            schedule.abandon(error)
-            raise
-        of = {id(x): grads[place] for place, x in enumerate(self._params)}
-        return tuple(of.get(id(x)) for x in self.inputs)
 
 
 class Below(Function):
@@ -165,6 +175,13 @@ class Below(Function):
             return (None, *ctx.call.pull([*map(private.unwrapped, cotangents)], False))
 
 
+def _once_only(ctx: Any, *_: torch.Tensor | None) -> tuple[Any, ...]:
+    raise UnsupportedError(
+        "the function that torch.func.vjp returned for a data-parallel step was differentiated again. Take both "
+        "derivatives in one go, such as torch.func.jvp(torch.func.grad(step), ...) or torch.func.hessian(step)."
+    )
+
+
 class Pull(Function):
     """``Pull.apply(call, batched, *cotangents)``: the backward pass of a :class:`Call`, below the transform."""
 
@@ -176,13 +193,7 @@ class Pull(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         pass
 
-    @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
-        raise _once_only()
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
-        raise _once_only()
+    backward = jvp = staticmethod(_once_only)
 
     @staticmethod
     def vmap(
@@ -195,13 +206,6 @@ class Pull(Function):
             rows = [Pull.apply(call, True, *(ct[i] for ct in stacked)) for i in range(info.batch_size)]
             outs = tuple(torch.stack(column) for column in zip(*rows, strict=True))
         return outs, (0,) * len(outs)
-
-
-def _once_only() -> UnsupportedError:
-    return UnsupportedError(
-        "the function that torch.func.vjp returned for a data-parallel step was differentiated again. Take both "
-        "derivatives in one go, such as torch.func.jvp(torch.func.grad(step), ...) or torch.func.hessian(step)."
-    )
 
 
 def _levels() -> list[Any]:

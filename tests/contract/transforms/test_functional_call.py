@@ -371,6 +371,9 @@ def test_names(seed: int) -> None:
     for tie in (True, False):
         got = ltx.functional_call(net, parts, (), {"input": x}, tie_weights=tie)
         torch.testing.assert_close(got, of_torch(net, parts, (), {"input": x}, tie_weights=tie))
+    own = net[1].weight  # of a layer in two places, in which torch's own leaves what it was given
+    ltx.functional_call(nn.Sequential(net[1], net[1]), {"0.weight": own.detach() + 1}, x)
+    assert net[1].weight is own
     net.forward = lambda *args: args
     assert ltx.functional_call(net, given, x)[0] is x
     assert ltx.functional_call(net, given) == ltx.functional_call(net, given, None) == ()
