@@ -94,7 +94,7 @@ def checked(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                         what = "is given twice, by its place too" if name in places else "is no argument"
                         of = f" JAX's {name}= is {_JAX[name]}= here." if name in of_jax else ""
                         raise ArgumentError(f"{called}: {name}={brief(kwargs[name])} {what}.{of} Write {call}")
-                    if "**" not in call and name not in places and f" {name}=" not in call and hint(name):
+                    if "**" not in call and name not in places and f"{name}=" not in call and hint(name):
                         raise ArgumentError(f"{called}: {name}={brief(kwargs[name])} is no argument.{hint(name)}")
                 for name, (test, kind) in wanted.items():
                     value = kwargs.get(name, given.get(name, _NOT_GIVEN))

@@ -490,7 +490,7 @@ class LeafHooks:
     def finish(self, schedule: Schedule) -> None:
         """The backward pass of `schedule` is over: start the buckets that it hasn't reached."""
         for bucket in schedule.plan.buckets:
-            if self._missing[bucket.index]:
+            if self._missing[bucket.index] or bucket.index in schedule.early:
                 self._missing[bucket.index] = 0
                 self._start(bucket)
 

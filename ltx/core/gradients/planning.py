@@ -199,7 +199,7 @@ class Plan:
     @cached_property
     def _rank(self) -> int | None:
         """This rank's place, if ranks are processes: on simulated ranks each level of transforms has its own."""
-        return None if self.axis.comm is None else int(self.axis.comm.rank)
+        return None if self.axis.ranks.levels else self.axis.ranks.rank
 
 
 @lru_cache(maxsize=256)
@@ -353,7 +353,8 @@ def make_plan(
     if compare:
         channel = "background" if background else "buckets"
         agreement = axis.ranks.confirm(lambda: key, described, lambda: list(arrival()), channel)
-        for on in () if background else dict.fromkeys((axis, *hook.axes(axis))):  # all ranks open them together
+        axes = dict.fromkeys((axis, *hook.axes(axis)))  # all ranks open the hook's axes together
+        for on in () if background else axes:
             on.ranks.open_phases(phases_on(hook, axis.size))
     order = tuple(agreement.offer) if agreement is not None else tuple(arrival())
     sizes = owner.sizes

@@ -27,7 +27,8 @@ class VmapRanks(Ranks):
     device: torch.device | None = None  # the mapped tensors' device, on which rank numbers are made
 
     def at(self, levels: Levels) -> VmapRanks:
-        return replace(self, levels=levels)
+        # vmap of a call that vmap has batched leaves two levels for one axis, of which the inner one has the ranks
+        return replace(self, levels=levels if self.dims else Levels(levels.numbers[-1:], levels.taken))
 
     @property
     def order(self) -> list[int]:

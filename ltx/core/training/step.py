@@ -118,7 +118,7 @@ class Step:
             return Updated(params, done.opt_state, after, self.pending)
         with comm.span("update"):
             opt_state = state.held("opt_state")
-            if state.sees_loss:
+            if traced.recording() or state.sees_loss:  # Dynamo can't trace a cached property
                 opt_state = with_loss(opt_state, loss)
             grads = tree.unflatten(self.spec, done.grads)
             faster = None if self.prepared is None else (self.prepared, grads, [*done.grads])
