@@ -27,14 +27,11 @@ def failure_of(error: BaseException, doing: str = "", *, cancelled: bool = False
     """The message that tells the driver of `error`; `doing` is put before the error's text."""
     at_s = time.monotonic()
     message = message_of(error)
-    try:
+    text, pickled = message, None
+    with suppress(Exception):
         text = text_of(error)
-    except Exception:
-        text = message
-    try:
+    with suppress(Exception):
         pickled = cloudpickle.dumps(error)
-    except Exception:
-        pickled = None
     where = place_of_error(error)
     return Failure(type(error).__qualname__, doing + message, text, at_s, where, pickled, cancelled, in_world)
 
