@@ -25,7 +25,7 @@ class Size(NamedTuple):
 
 BUDGET = {
     ".": Size(1744, 10),
-    "all": Size(39943, 170),
+    "all": Size(39937, 170),
     "checkpoint": Size(1512, 7),
     "core": Size(1, 1),
     "core/base": Size(2360, 14),
@@ -41,7 +41,7 @@ BUDGET = {
     "optim": Size(1064, 6),
     "peers": Size(1617, 7),
     "profile": Size(539, 3),
-    "runtime": Size(3179, 11),
+    "runtime": Size(3173, 11),
     "shared_memory": Size(565, 3),
     "strategies": Size(2562, 11),
 }
