@@ -132,8 +132,12 @@ def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
                 unused.unlink()
     for name in os.listdir(final.parent):
         made_by = _HIDDEN.fullmatch(name)
-        if made_by and made_by["host"] == socket.gethostname() and not _is_alive(int(made_by["pid"])):
-            discard(final.parent / name)
+        if made_by and made_by["host"] == socket.gethostname():
+            try:
+                os.kill(int(made_by["pid"]), 0)
+            except OSError as error:
+                if error.errno == errno.ESRCH:
+                    discard(final.parent / name)
 
 
 def prune(path: Path, keep: int, committed: int, run: str) -> None:
@@ -212,14 +216,6 @@ def _to_disk(path: Path) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return error.errno != errno.ESRCH
-    return True
 
 
 # The run of this process' checkpoints, by directory. It is process-wide state, like the files. Checkpoints from before

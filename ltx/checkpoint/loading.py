@@ -259,15 +259,12 @@ def _check_names(opened: Opened, wanted: set[str]) -> None:
 
 def _pieces(opened: Opened, leaf: Piece, per_rank: str, layout: StateLayout) -> list[Piece]:
     """The pieces that this rank reads for `leaf`: one, or all ranks' for a mean. Raises InputError for misfits."""
-    if opened.has(leaf.name):  # saved as one value, of which this rank needs all or a part
-        _check_like(opened, leaf, leaf.name)
-        return [replace(leaf, tensor=_room(leaf))]
-    if leaf.kind == "per_rank" and opened.saved_ranks == opened.size:
-        own = name_on(opened.rank, leaf.name)
-        _check_like(opened, leaf, own)
-        return [Piece(own, _room(leaf))]
     is_shard = getattr(layout, leaf.name.partition(".")[0], None) == "sharded"  # a mean of shards would be useless
-    if per_rank == "refuse" or is_shard:
+    if opened.has(leaf.name):  # saved as one value, of which this rank needs all or a part
+        names = [leaf.name]
+    elif leaf.kind == "per_rank" and opened.saved_ranks == opened.size:
+        names = [name_on(opened.rank, leaf.name)]
+    elif per_rank == "refuse" or is_shard:
         replicated = "in this state it should be the same on every rank"
         how = f"this world has {opened.size} ranks" if leaf.kind == "per_rank" else replicated
         raise InputError(
@@ -275,11 +272,13 @@ def _pieces(opened: Opened, leaf: Piece, per_rank: str, layout: StateLayout) -> 
             f"{opened.manifest['strategy']}, and {how}. Load it on {opened.saved_ranks} ranks"
             + ("." if is_shard else ', or give every rank the mean of the saved values: per_rank="mean".')
         )
-    names = [name_on(rank, leaf.name) for rank in range(opened.saved_ranks)]
+    else:
+        names = [name_on(rank, leaf.name) for rank in range(opened.saved_ranks)]
     for name in names:
         _check_like(opened, leaf, name)
     averaged = leaf.tensor.is_floating_point() or leaf.tensor.is_complex()
-    return [Piece(name, torch.empty_like(leaf.tensor)) for name in (names if averaged else names[:1])]
+    room = torch.clone if leaf.kind == "sharded" else torch.empty_like  # padding that wasn't saved stays as from init
+    return [replace(leaf, name=x, tensor=room(leaf.tensor.detach())) for x in (names if averaged else names[:1])]
 
 
 def _check_like(opened: Opened, leaf: Piece, name: str) -> None:
@@ -297,11 +296,6 @@ def _check_like(opened: Opened, leaf: Piece, name: str) -> None:
             f"checkpoint.load: leaf {leaf.name!r} was saved as {saved}, and is {wanted} in the state. Build the state "
             f"with the model, optimizer and strategy that it was saved with ({opened.manifest['strategy']})."
         )
-
-
-def _room(leaf: Piece) -> torch.Tensor:
-    # Padding that wasn't saved keeps its values from init.
-    return leaf.tensor.detach().clone() if leaf.kind == "sharded" else torch.empty_like(leaf.tensor)
 
 
 def _read(

@@ -52,14 +52,6 @@ class Job:
 
     def _decide(self, by_rank: Sequence[dict[str, Any]]) -> None:
         """On rank 0: make a checkpoint of the files that the ranks have written."""
-        try:
-            self._commit(by_rank)
-        except BaseException as error:
-            if not isinstance(error, Exception) and not self.temporary.exists():
-                self.together.tell([])  # the checkpoint exists already, so peers needn't fail
-            raise
-
-    def _commit(self, by_rank: Sequence[dict[str, Any]]) -> None:
         files: dict[str, Any] = {}
         for rank, said in enumerate(by_rank):
             for name, described in said["files"].items():
@@ -73,17 +65,18 @@ class Job:
                 files[name] = described
         storage.write_metadata(self.temporary, [said["written"] for said in by_rank])
         files |= directory.describe(self.temporary, [storage.METADATA])
-        directory.commit(self.temporary, self.final, {**self.manifest, "files": files})
-        if self.keep is None:
-            return
         try:
-            directory.prune(self.final.parent, self.keep, self.manifest["step"], self.manifest["run"])
-        except (CheckpointError, OSError) as error:  # the new checkpoint exists all the same
-            warnings.warn(
-                f"checkpoint: {self.final} is saved, but older checkpoints couldn't be removed: {error}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            directory.commit(self.temporary, self.final, {**self.manifest, "files": files})
+            try:
+                if self.keep is not None:
+                    directory.prune(self.final.parent, self.keep, self.manifest["step"], self.manifest["run"])
+            except (CheckpointError, OSError) as error:  # the new checkpoint exists all the same
+                told = f"checkpoint: {self.final} is saved, but older checkpoints couldn't be removed: {error}"
+                warnings.warn(told, RuntimeWarning, stacklevel=2)
+        except BaseException as error:
+            if not isinstance(error, Exception) and not self.temporary.exists():
+                self.together.tell([])  # the checkpoint exists already, so peers needn't fail
+            raise
 
 
 @contextmanager

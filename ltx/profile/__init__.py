@@ -7,16 +7,8 @@
 ==================================  ==============================================================================
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+from ltx.profile.comparison import Comparison, compare
 from ltx.profile.traces import Timeline, Trace, record, timeline
-
-if TYPE_CHECKING:
-    from ltx.profile.comparison import Comparison, compare
-
-# This is imported at first use: programs that only train don't need it.
-_LATER = ("Comparison", "compare")
 
 __all__ = [
     "Comparison",
@@ -26,12 +18,6 @@ __all__ = [
     "record",
     "timeline",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("ltx.profile.comparison"), name)
 
 
 def __dir__() -> list[str]:

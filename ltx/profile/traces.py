@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -202,10 +203,7 @@ def record(*, profiler: bool = False) -> Iterator[Trace]:
         without times
     """
     trace = Trace(rank=_rank(), epoch_s=_epoch_s())
-    with ExitStack() as around:
-        if profiler:
-            around.enter_context(_profiled(trace))
-        around.enter_context(recorded(trace))
+    with _profiled(trace) if profiler else nullcontext(), recorded(trace):
         try:
             yield trace
         finally:
@@ -251,15 +249,13 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-@dataclass(frozen=True)
-class _Bar:
-    """A bar of the picture, with times of day; `end_s` is None if it hasn't ended."""
+class _Bar(NamedTuple):
+    """A bar of the picture, with times of day; `end_s` is infinite if it hasn't ended."""
 
-    track: str
     kind: str
     name: str
     start_s: float
-    end_s: float | None
+    end_s: float
     details: dict[str, Any]
 
 
@@ -288,7 +284,8 @@ class Timeline:
     @property
     def start_s(self) -> float:
         """The time of day at which the first event began; 0 if there is none."""
-        return min((bar.start_s for trace in self.traces for bar in _bars(trace)), default=0.0)
+        tracks = (bars for trace in self.traces for bars in _tracks(trace).values())
+        return min((bars[0].start_s for bars in tracks if bars), default=0.0)
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the recordings with matplotlib, in milliseconds since the first event.
@@ -311,16 +308,13 @@ class Timeline:
                     "save(path) writes a file for https://ui.perfetto.dev without it."
                 ) from error
             ax = pyplot.subplots(figsize=self._size(), layout="constrained")[1]
-        zero, row, names = self.start_s, 0, []
-        colors: dict[str, str] = {}
+        zero, names, colors = self.start_s, list[str](), dict[str, str]()
         for trace in self.traces:
-            bars = _bars(trace)
-            for track in _tracks(trace):
+            for track, bars in _tracks(trace).items():
+                row = len(names)
                 names.append(f"rank {trace.rank}  {track}" if len(self.traces) > 1 else track)
                 open_until: list[float] = []  # the ends of the bars that contain the next bar
-                for bar in sorted((bar for bar in bars if bar.track == track), key=_order):
-                    if bar.end_s is None:
-                        continue
+                for bar in (bar for bar in bars if bar.end_s < math.inf):
                     open_until = [end for end in open_until if end >= bar.end_s] if track == _COMPUTE else []
                     height = 0.8 * 0.75 ** len(open_until)
                     label = None if bar.kind in colors else bar.kind
@@ -330,9 +324,8 @@ class Timeline:
                     span = (row - height / 2, height)
                     ax.broken_barh(where, span, facecolors=color, alpha=0.8, label=label)
                     open_until.append(bar.end_s)
-                row += 1
-        ax.set_yticks(range(row), names)
-        ax.set_ylim(row - 0.5, -0.5)
+        ax.set_yticks(range(len(names)), names)
+        ax.set_ylim(len(names) - 0.5, -0.5)
         ax.set_xlabel("ms")
         ax.set_title(self._title())
         if colors:
@@ -357,14 +350,20 @@ class Timeline:
         for trace in self.traces:
             events.append(_metadata("process_name", trace.rank, 0, f"rank {trace.rank}"))
             tracks: dict[str, int] = {}
-            for bar, track in _apart(trace):
-                if track not in tracks:
-                    tracks[track] = len(tracks)
-                    events.append(_metadata("thread_name", trace.rank, tracks[track], track))
-                event = {"name": bar.name, "cat": bar.kind, "pid": trace.rank, "tid": tracks[track]}
-                event |= {"args": bar.details, "ts": bar.start_s * 1e6 - zero_us}
-                event |= {"ph": "B"} if bar.end_s is None else {"ph": "X", "dur": (bar.end_s - bar.start_s) * 1e6}
-                events.append(event)
+            for channel, bars in _tracks(trace).items():
+                ends: list[float] = []  # of the channel's tracks
+                for bar in bars:
+                    apart = (i for i, end in enumerate(ends) if end <= bar.start_s)
+                    place = 0 if channel == _COMPUTE else next(apart, len(ends))
+                    ends[place : place + 1] = [bar.end_s]
+                    track = f"{channel} ({place + 1})" if place else channel
+                    if track not in tracks:
+                        tracks[track] = len(tracks)
+                        events.append(_metadata("thread_name", trace.rank, tracks[track], track))
+                    event = {"name": bar.name, "cat": bar.kind, "pid": trace.rank, "tid": tracks[track]}
+                    event |= {"args": bar.details, "ts": bar.start_s * 1e6 - zero_us}
+                    ended = {"ph": "X", "dur": (bar.end_s - bar.start_s) * 1e6}
+                    events.append(event | (ended if bar.end_s < math.inf else {"ph": "B"}))
             for other in trace.profile:
                 shifted = {"ts": other["ts"] - zero_us} if "ts" in other else {}
                 events.append({**other, **shifted, "pid": trace.rank})
@@ -400,38 +399,23 @@ def timeline(traces: Iterable[Trace]) -> Timeline:
     return Timeline(found)
 
 
-def _bars(trace: Trace) -> list[_Bar]:
-    def bar(track: str, kind: str, name: str, start: float, end: float | None, **details: Any) -> _Bar:
-        return _Bar(track, kind, name, start + trace.epoch_s, None if end is None else end + trace.epoch_s, details)
+def _tracks(trace: Trace) -> dict[str, list[_Bar]]:
+    """The bars of each track: computing, then the channels in the order of their first use.
 
-    bars = [bar(_COMPUTE, span.name, span.name, span.began_s, span.ended_s) for span in trace.spans]
+    Bars are in the order of their start; of those with the same start the longest is first: it contains the others.
+    """
+    found: dict[str, list[_Bar]] = {_COMPUTE: []}
+
+    def add(track: str, kind: str, name: str, start: float, end: float | None, **details: Any) -> None:
+        end_s = math.inf if end is None else end + trace.epoch_s
+        found.setdefault(track, []).append(_Bar(kind, name, start + trace.epoch_s, end_s, details))
+
+    for span in trace.spans:
+        add(_COMPUTE, span.name, span.name, span.began_s, span.ended_s)
     for e in trace.events:
         details = {"operation": e.operation, "bytes": e.nbytes, "waited_ms": e.waited_s * 1e3}
-        bars.append(bar(e.channel, e.kind, e.label, e.issued_s, e.completed_s, **details))
-    return bars
-
-
-def _order(bar: _Bar) -> tuple[float, float]:
-    """The order of bars: by start; of bars with the same start the longest first, since it contains the others."""
-    return bar.start_s, -(float("inf") if bar.end_s is None else bar.end_s)
-
-
-def _tracks(trace: Trace) -> list[str]:
-    """The names of the tracks: computing, then the channels in the order of their first use."""
-    return list(dict.fromkeys([_COMPUTE, *(event.channel for event in trace.events)]))
-
-
-def _apart(trace: Trace) -> list[tuple[_Bar, str]]:
-    """Every bar with the name of its track. Overlapping bars of a channel are in different tracks."""
-    placed = []
-    bars = sorted(_bars(trace), key=_order)
-    for track in _tracks(trace):
-        ends: list[float] = []
-        for bar in (bar for bar in bars if bar.track == track):
-            place = 0 if track == _COMPUTE else next((i for i, end in enumerate(ends) if end <= bar.start_s), len(ends))
-            ends[place : place + 1] = [float("inf") if bar.end_s is None else bar.end_s]
-            placed.append((bar, track if place == 0 else f"{track} ({place + 1})"))
-    return placed
+        add(e.channel, e.kind, e.label, e.issued_s, e.completed_s, **details)
+    return {track: sorted(bars, key=lambda bar: (bar.start_s, -bar.end_s)) for track, bars in found.items()}
 
 
 def _metadata(name: str, pid: int, tid: int, value: str) -> dict[str, Any]:

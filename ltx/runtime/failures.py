@@ -27,14 +27,11 @@ def failure_of(error: BaseException, doing: str = "", *, cancelled: bool = False
     """The message that tells the driver of `error`; `doing` is put before the error's text."""
     at_s = time.monotonic()
     message = message_of(error)
-    try:
+    text, pickled = message, None
+    with suppress(Exception):
         text = text_of(error)
-    except Exception:
-        text = message
-    try:
+    with suppress(Exception):
         pickled = cloudpickle.dumps(error)
-    except Exception:
-        pickled = None
     where = place_of_error(error)
     return Failure(type(error).__qualname__, doing + message, text, at_s, where, pickled, cancelled, in_world)
 
@@ -111,8 +108,7 @@ def failure_error(
     told_s = {r: (a.type_name in CONSEQUENCES, a.at_s) for r, a in failed.items() if isinstance(a, Failure)}
     first = min(genuine, key=lambda rank: (*told_s.get(rank, (False, 0.0)), rank))
     answer = answers[first]
-    others = [f"rank {rank} {_in_short(answers[rank])}" for rank in sorted(failed) if rank != first]
-    others += [f"rank {rank} {told_where(answers.get(rank))}" for rank in silent]
+    others = [f"rank {r} {told_where(answers.get(r), asked=False)}" for r in (*sorted(failed), *silent) if r != first]
     rest = f"\nOther ranks: {'; '.join(others)}." if others else ""
     if kept is False:
         rest += f"\n{after}"
@@ -133,8 +129,8 @@ def failure_error(
     return error
 
 
-def told_where(answer: Any) -> str:
-    """Where a rank was when it was asked to give up. `answer` is None or an At if the rank didn't give up."""
+def told_where(answer: Any, asked: bool = True) -> str:
+    """What a rank has answered: where it was, if it was `asked` to give up; None and an At are of one that didn't."""
     if answer is None:
         return "didn't give up (it is in code that Python can't interrupt)"
     if isinstance(answer, At):
@@ -143,15 +139,11 @@ def told_where(answer: Any) -> str:
         return f"didn't give up (it {catches if answer.raised else deaf}, at {answer.where})"
     if isinstance(answer, Result):
         return "had returned"
-    if isinstance(answer, Failure) and answer.cancelled:
-        return f"was at {answer.where}" if answer.where else "was given up"
-    return _in_short(answer)
-
-
-def _in_short(answer: Failure | str) -> str:
     if isinstance(answer, str):
         return answer
+    if answer.cancelled and answer.where:
+        return f"was at {answer.where}" if asked else f"was given up at {answer.where}"
     if answer.cancelled:
-        return f"was given up{f' at {answer.where}' if answer.where else ''}"
-    line = answer.message.partition("\n")[0].rstrip(".")
+        return "was given up"
+    line: str = answer.message.partition("\n")[0].rstrip(".")
     return f"raised {answer.type_name}: {line[:160]}{'...' * (len(line) > 160)}"

@@ -38,6 +38,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
+from itertools import accumulate
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -216,7 +217,8 @@ class Pickler(TensorPickler):
     def reducer_override(self, obj: Any) -> Any:
         """A storage becomes one buffer, also if several tensors share it."""
         if isinstance(obj, torch.storage.TypedStorage):
-            return _typed, (obj._untyped_storage, obj.dtype)
+            typed = functools.partial(torch.storage.TypedStorage, dtype=obj.dtype, _internal=True)
+            return functools.partial(typed, wrap_storage=obj._untyped_storage), ()
         if isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu":
             flat: Any = torch.empty(0, dtype=torch.uint8, device="cpu").set_(obj)
             return _storage, (pickle.PickleBuffer(flat.numpy()),)
@@ -230,23 +232,13 @@ class Pickler(TensorPickler):
         return self._stream.tell() + sum(view.nbytes for view in self._buffers)
 
 
-def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
-    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
-
-
 def _storage(buffer: Any) -> torch.UntypedStorage:
-    flat = (
-        torch.frombuffer(buffer, dtype=torch.uint8) if len(buffer) else torch.empty(0, dtype=torch.uint8, device="cpu")
-    )
-    return flat.untyped_storage()
+    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage() if len(buffer) else torch.UntypedStorage(0)
 
 
 def _offsets(sizes: Sequence[int]) -> list[int]:
     """Where each buffer begins in the shared memory, and where the last one ends."""
-    offsets = [0]
-    for size in sizes:
-        offsets.append(-(-(offsets[-1] + size) // _ALIGNMENT) * _ALIGNMENT)
-    return offsets
+    return [*accumulate(sizes, lambda at, size: -(-(at + size) // _ALIGNMENT) * _ALIGNMENT, initial=0)]
 
 
 def _written(views: Sequence[memoryview]) -> io.FileIO:

@@ -106,8 +106,7 @@ class PerRank(Sequence[T], Generic[T]):
         columns, paths, _ = self._columns()
         for leaves, path in zip(columns, paths, strict=True):
             for rank, leaf in enumerate(leaves):
-                difference = _difference(leaves[0], leaf, rank)
-                if difference:
+                if difference := _difference(leaves[0], leaf, rank):
                     raise ReplicaDivergedError(
                         f"leaf {path!r} isn't the same on all {len(self)} ranks: {difference}. Use .rank(i) or "
                         ".stack() for values that differ; parameters that should agree may have missed a "

@@ -84,7 +84,8 @@ class Pool:
         self._lock = threading.Lock()
         self._closed = False
         self._calls = 0
-        self._workers: WorkerGroup | None = self._start()
+        self._workers: WorkerGroup | None = None
+        self._ready()
 
     def __len__(self) -> int:
         return self._size
@@ -225,17 +226,14 @@ class Pool:
                     stacklevel=5,
                 )
         if self._workers is None:
-            self._workers = self._start()
+            start = starter("popen", self._size, self._threads)
+            self._workers = WorkerGroup(self._size, start, self._threads, self._start_timeout_s, self._show_output)
         return self._workers
 
     def _drop(self) -> None:
         if self._workers is not None:
             self._workers.kill()
             self._workers = None
-
-    def _start(self) -> WorkerGroup:
-        start = starter("popen", self._size, self._threads)
-        return WorkerGroup(self._size, start, self._threads, self._start_timeout_s, self._show_output)
 
 
 def check_size(caller: str, n: object) -> int:

@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
     RendezvousInfo,
+    RendezvousParameters,
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
@@ -43,10 +44,9 @@ class LoopbackRendezvous(StaticTCPRendezvous):
     torch's own rendezvous listens on all interfaces, and unpickles what any process sends there.
     """
 
-    def __init__(self, port: int, run_id: str):
-        self._own_store = loopback_store(port)
-        self._rounds = 0
-        super().__init__(LOOPBACK, self._own_store.port, rank=0, world_size=1, run_id=run_id, timeout=0)
+    def __init__(self, asked: RendezvousParameters):
+        self._own_store, self._rounds = loopback_store(int(asked.endpoint.rpartition(":")[2])), 0
+        super().__init__(LOOPBACK, self._own_store.port, rank=0, world_size=1, run_id=asked.run_id, timeout=0)
 
     def get_backend(self) -> str:
         return LOOPBACK_RENDEZVOUS
@@ -55,15 +55,6 @@ class LoopbackRendezvous(StaticTCPRendezvous):
         self._rounds += 1
         store = PrefixStore(f"{self.run_id}/{self._rounds}", self._own_store)
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(self.master_addr, self.master_port))
-
-
-def register() -> None:
-    """Register :data:`LOOPBACK_RENDEZVOUS` with torch's launcher."""
-    # an earlier run in this process has registered it
-    rendezvous_handler_registry._registry.pop(LOOPBACK_RENDEZVOUS, None)
-    rendezvous_handler_registry.register(
-        LOOPBACK_RENDEZVOUS, lambda asked: LoopbackRendezvous(int(asked.endpoint.rpartition(":")[2]), asked.run_id)
-    )
 
 
 class _Parser(argparse.ArgumentParser):
@@ -154,7 +145,7 @@ def launch(arguments: Sequence[str]) -> int:
         parser.error(f"--standalone is of one machine, and --nnodes={parsed.nnodes} of several: leave one of them out")
     elsewhere = parsed.rdzv_backend != "static" or parsed.rdzv_endpoint or parsed.master_addr != "127.0.0.1"
     if parsed.standalone or not (elsewhere or parsed.nnodes not in _ONE or parsed.node_rank):
-        register()
+        rendezvous_handler_registry.register(LOOPBACK_RENDEZVOUS, LoopbackRendezvous)
         parsed.standalone, parsed.rdzv_backend = False, LOOPBACK_RENDEZVOUS
         parsed.rdzv_endpoint = f"127.0.0.1:{parsed.master_port or 0}"
         if parsed.rdzv_id == parser.get_default("rdzv_id"):

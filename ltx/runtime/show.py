@@ -445,17 +445,14 @@ class Writer(io.TextIOBase):
         if self._pipe is not None:
             return self._pipe.write(text)
         with self._lock:
-            self._write(text)
+            lines, newline, rest = (self._begun + text).rpartition("\n")
+            self._begun = _last(rest) + "\r" * rest.endswith("\r")
+            if newline:
+                self._deliver(Printed(self._stream, lines + newline))
+            if "\r" in rest and time.monotonic() - self._told_s > _PAUSE_S:
+                self._told_s = time.monotonic()
+                self._deliver(Line(self._stream, _last(rest)))
         return len(text)
-
-    def _write(self, text: str) -> None:
-        lines, newline, rest = (self._begun + text).rpartition("\n")
-        self._begun = _last(rest) + "\r" * rest.endswith("\r")
-        if newline:
-            self._deliver(Printed(self._stream, lines + newline))
-        if "\r" in rest and time.monotonic() - self._told_s > _PAUSE_S:
-            self._told_s = time.monotonic()
-            self._deliver(Line(self._stream, _last(rest)))
 
     def finish(self) -> None:
         """After a call: send the unfinished last line too."""

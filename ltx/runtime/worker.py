@@ -61,7 +61,16 @@ def serve(connection: Connection, inherited: Inherited | None = None) -> None:
     loop = _WorkerLoop(connection, inherited, setup.search_path)
     signal.signal(signal.SIGINT, loop.interrupt)
     try:
-        _start_world(connection, setup.threads)
+        torch.set_num_threads(setup.threads)
+        if os.environ["RANK"] == "0":
+            # ltx.init, or the user, later opens a store at this address, which uses this server (multi_tenant).
+            loop.hosted = loopback_store(0)
+            met = messages.Rendezvous(loop.hosted.port)
+            loop.send(met)
+        else:
+            met = receive(connection)()
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = LOOPBACK, str(met.port)
+        init()
     except Exception as error:
         loop.send(failure_of(error))
         os._exit(1)
@@ -122,6 +131,7 @@ class _WorkerLoop:
         self._returned = 0  # the number of the last call that has returned
         self._connection = connection
         self._raised: int | None = None  # the number of the last call in which KeyboardInterrupt was raised
+        self.hosted: Any = None  # the store whose server lives as long as this process
         self._sending = threading.Lock()  # the user's threads may show things at the same time
         self._modules = Modules()
 
@@ -269,23 +279,6 @@ class _WorkerLoop:
             finally:
                 message.close()
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-
-
-def _start_world(connection: Connection, threads: int) -> None:
-    torch.set_num_threads(threads)
-    if os.environ["RANK"] == "0":
-        # ltx.init, or the user, later opens a store at this address, which uses this server (multi_tenant).
-        store = loopback_store(0)
-        _hosted.append(store)
-        port = store.port
-        pack(messages.Rendezvous(port)).send(connection)
-    else:
-        port = receive(connection)().port
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = LOOPBACK, str(port)
-    init()
-
-
-_hosted: list[Any] = []  # keeps the store's server alive as long as this process
 
 
 # Collecting garbage takes a fifth of the time of importing torch; the worker enables it when it is ready.

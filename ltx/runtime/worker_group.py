@@ -14,8 +14,8 @@ import sys
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from itertools import groupby
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
@@ -91,22 +91,18 @@ class WorkerGroup:
             return True
         return False
 
-    def cancel(self, ranks: Collection[int], number: int) -> None:
-        for rank in ranks:
-            self.send(rank, pack(messages.Cancel(number)))
-
-    def receive(self, ranks: Collection[int], timeout_s: float | None) -> dict[int, Any]:
+    def receive(self, ranks: Collection[int], timeout_s: float) -> dict[int, Any]:
         """The answers of some of `ranks`; for a rank whose process ended or was stopped, a text that says so.
 
         Waits until there is an answer, but at most `timeout_s`: then it's empty. Shows what workers print meanwhile.
         """
         look_at = time.monotonic() + _LOOK_S
-        end = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        end = time.monotonic() + timeout_s
         answers: dict[int, Any] = {}
         while not answers:
             left_s = end - time.monotonic()
             by_connection: dict[Any, int] = {self._connections[rank]: rank for rank in ranks}
-            ready = wait([*by_connection, *self._output.fds], max(0.0, min(self._output.due_s(), left_s)))
+            ready = wait([*by_connection, *self._output.sources], max(0.0, min(self._output.due_s(), left_s)))
             for connection in ready:
                 if connection in by_connection:
                     self._take(by_connection[connection], answers)
@@ -156,23 +152,28 @@ class WorkerGroup:
 
     def _spawn(self, rank: int, start: Starter, threads: int, shows_output: bool) -> None:
         ours, theirs = Pipe()
-        with theirs:
-            self._connections.append(ours)
-            streams: list[int] = []
-            try:
-                for name in ("stdout", "stderr") if shows_output else ():
-                    reading, writing = open_pipe()
-                    streams.append(writing)
-                    self._output.add(reading, rank, name)
-                self._processes.append(start(rank, theirs, self._connections, streams))
-            finally:
-                for writing in streams:
-                    os.close(writing)
+        self._connections.append(ours)
+        streams = list[int]()
+        with theirs, ExitStack() as opened:
+            for name in ("stdout", "stderr") if shows_output else ():
+                reading, writing = open_pipe()
+                opened.callback(os.close, writing)
+                streams.append(writing)
+                self._output.add(reading, rank, name)
+            self._processes.append(start(rank, theirs, self._connections, streams))
         self.send(rank, pack(messages.Setup(search_path(), threads, shows_output, in_notebook())))
 
     def _take(self, rank: int, answers: dict[int, Any]) -> None:
-        """Read a message of `rank`: show it, or put an answer into `answers`."""
-        message = self._read(rank)
+        """Read a message of `rank`: show it, or put an answer into `answers`; how its process ended, if it has."""
+        try:
+            load = receive(self._connections[rank])
+        except (EOFError, OSError):
+            answers[rank] = self.exit_text(rank)
+            return
+        try:
+            message = load()
+        except Exception as error:
+            message = failure_of(error, "the driver couldn't unpickle the result: ")
         if isinstance(message, Printed):
             self._output.show()  # the pipe's text was printed before this message
             self._output.hold(rank, message.stream, message.text)
@@ -181,17 +182,6 @@ class WorkerGroup:
             message.shown(rank, self.size, self._output.drawn)
         else:
             answers[rank] = message
-
-    def _read(self, rank: int) -> Any:
-        """The next message of `rank`; if its process has ended, a text that says how."""
-        try:
-            load: Callable[[], Any] = receive(self._connections[rank])
-        except (EOFError, OSError):
-            return self.exit_text(rank)
-        try:
-            return load()
-        except Exception as error:
-            return failure_of(error, "the driver couldn't unpickle the result: ")
 
     def _look_for_stopped(self, ranks: Collection[int], answers: dict[int, Any]) -> None:
         """Add an answer for each stopped process, which can't send one. Only Linux tells that, in /proc."""
@@ -279,26 +269,25 @@ def collect(
         end = float("inf") if limit_s is None else time.monotonic() + limit_s
         end = min(end, time.monotonic() + PATIENCE_S) if answers else end
         _wait(workers, waiting, answers, end, PATIENCE_S, number)
-        if waiting:
-            workers.cancel(waiting, number)
-            _be_patient(workers, waiting, answers, grace_s)
+        _give_up(workers, number, waiting, answers, grace_s)
         return answers
     except KeyboardInterrupt:
         waiting = asked - answers.keys()
-        workers.cancel(waiting, number)
         with suppress(KeyboardInterrupt):  # a second interrupt ends the patience
-            _be_patient(workers, waiting, answers, grace_s)
+            _give_up(workers, number, waiting, answers, grace_s)
         kept = all(isinstance(answers.get(rank), Result | Failure) for rank in asked)
         places = "; ".join(f"rank {rank} {told_where(answers.get(rank))}" for rank in sorted(asked))
         raise CallInterruptedError(f"{name} was interrupted: {places}.", kept) from None
 
 
-def _be_patient(workers: WorkerGroup, waiting: set[int], answers: dict[int, Any], grace_s: float) -> None:
-    """Wait until the ranks in `waiting` have given up, at most `grace_s`.
+def _give_up(workers: WorkerGroup, number: int, waiting: set[int], answers: dict[int, Any], grace_s: float) -> None:
+    """Ask the ranks in `waiting` to give call `number` up, and wait until they have, at most `grace_s`.
 
     The driver warns that workers may be lost as soon as a worker says that it can't give up, or has been silent for
     half of `grace_s`. No earlier, since on a busy machine workers only need a while.
     """
+    for rank in waiting:
+        workers.send(rank, pack(messages.Cancel(number)))
     now = time.monotonic()
     end, silent, told = now + grace_s, now + max(1.0, grace_s / 2), False
     while waiting and (now := time.monotonic()) < end:
@@ -332,8 +321,7 @@ def _wait(
     told: set[int] = set()
     try:
         while waiting and (now := time.monotonic()) < end:
-            until = min(end, tell_at)
-            came = workers.receive(waiting, None if until == float("inf") else max(0.0, until - now))
+            came = workers.receive(waiting, max(0.0, min(end, tell_at) - now))
             answers.update(came)
             if came and number is not None:
                 tell_at = time.monotonic() + _BUSY_S
@@ -365,18 +353,14 @@ class Output:
 
     def __init__(self, size: int = 1) -> None:
         self.drawn: dict[Any, Any] = {}  # what is drawn on the screen and may change: bars, lines, areas of ranks
-        self._sources: dict[int, tuple[int, str]] = {}
+        self.sources: dict[int, tuple[int, str]] = {}
         self._begun: dict[int, bytes] = {}  # the unfinished last line of each pipe
         self._held = [deque[tuple[float, tuple[str, str]]]() for _ in range(size)]
         self._counts = [Counter[tuple[str, str]]() for _ in range(size)]  # of what `_held` has
 
     def add(self, fd: int, rank: int, stream: str) -> None:
         """Show what `fd` brings as output of `rank`, on this process' `stream`: "stdout" or "stderr"."""
-        self._sources[fd] = (rank, stream)
-
-    @property
-    def fds(self) -> list[int]:
-        return list(self._sources)
+        self.sources[fd] = (rank, stream)
 
     def hold(self, rank: int, stream: str, text: str) -> None:
         """Print `text` of `rank` with a later :meth:`show`."""
@@ -394,9 +378,9 @@ class Output:
 
         `wait`: lines that not all ranks have printed wait a moment.
         """
-        for fd, (rank, stream) in list(self._sources.items()):
+        for fd, (rank, stream) in list(self.sources.items()):
             written = self._begun.pop(fd, b"") + self._read(fd)
-            gone = fd not in self._sources  # the process has ended: no more output follows
+            gone = fd not in self.sources  # the process has ended: no more output follows
             end = len(written) if finish or gone else written.rfind(b"\n") + 1
             self._begun[fd] = written[end:].rpartition(b"\r")[2]  # drop the text that a carriage return has overwritten
             if end:
@@ -437,9 +421,9 @@ class Output:
     def _close(self, fd: int) -> None:
         with suppress(OSError):
             os.close(fd)
-        self._sources.pop(fd, None)
+        self.sources.pop(fd, None)
 
     def close(self) -> None:
-        for fd in self.fds:
+        for fd in list(self.sources):
             self._close(fd)
         self._begun.clear()

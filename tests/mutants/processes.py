@@ -41,8 +41,8 @@ MUTANTS = (
     Mutant(
         name="runtime: tensors that share memory are sent apart",
         where="Pickler.reducer_override",
-        old="return _typed, (obj._untyped_storage, obj.dtype)",
-        new="return _typed, (obj._untyped_storage.clone(), obj.dtype)",
+        old="wrap_storage=obj._untyped_storage)",
+        new="wrap_storage=obj._untyped_storage.clone())",
         breaks="views come out as copies on the workers",
         tests=(
             "tests/internal/runtime/test_messages.py::test_what_shares_memory_shares_it_afterwards_and_with_nobody_else",
@@ -105,8 +105,8 @@ MUTANTS = (
     Mutant(
         name="checkpoint: every rank gets rank 0's own part",
         where="_pieces",
-        old="own = name_on(opened.rank, leaf.name)",
-        new="own = name_on(0, leaf.name)",
+        old="names = [name_on(opened.rank, leaf.name)]",
+        new="names = [name_on(0, leaf.name)]",
         breaks="local SGD's parameters are rank 0's everywhere",
         tests=("tests/contract/checkpoint/test_resume.py::test_every_strategy_goes_on_bit_for_bit",),
     ),
