@@ -6,7 +6,7 @@ on simulated ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,10 +14,10 @@ from ltx.core import comm
 from ltx.core.base.errors import LtxError, UnsupportedError
 from ltx.core.base.needs import require
 from ltx.core.gradients.buffers import pack, pack_pure, unpack
-from ltx.core.gradients.comm_hook import reduce_at_once
+from ltx.core.gradients.comm_hook import CommHook, reduce_at_once
 from ltx.core.gradients.pending import Pending
 from ltx.core.gradients.planning import Plan, any_derivative
-from ltx.core.gradients.reduction import Bucket, LeafState, Reduced
+from ltx.core.gradients.reduction import Bucket, BucketInput, LeafState, Reduced
 
 
 class Exchange:
@@ -43,6 +43,7 @@ class Exchange:
         self._completed: list[Reduced] = []
         self._failed: LtxError | None = None
         self._states = list(states) or [{} for _ in tensors]
+        self._kind = "background" if background else "exchange"
         if background:
             require("background, hook", plan.hook, "", plan.axis.size)
         if plan.axis.comm is not None:
@@ -60,18 +61,17 @@ class Exchange:
                     raise
                 self._failed = error  # wait() raises it, once the caller has finished other work
         else:
-            self._kind = "background" if background else "exchange"
-            self._completed = [self._at_once(bucket, tensors) for bucket in plan.buckets]
+            for bucket in plan.buckets:
+                hook, inputs = self._packed(bucket, tensors, pack_pure)
+                self._completed.append(reduce_at_once(hook, plan.axis, inputs, self._kind))
 
-    def _of(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[LeafState]]:
-        return [tensors[m] for m in bucket.members], [self._states[m] for m in bucket.members]
-
-    def _at_once(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> Reduced:
-        plan = self._plan
-        mine, own = self._of(bucket, tensors)
-        hook = plan.hook_of(bucket)
-        flat = pack_pure(mine, bucket, hook, plan.axis.size, own)
-        return reduce_at_once(hook, plan.axis, plan.bucket_input(bucket, flat, own), self._kind)
+    def _packed(
+        self, bucket: Bucket, tensors: Sequence[torch.Tensor], packing: Callable[..., torch.Tensor]
+    ) -> tuple[CommHook, BucketInput]:
+        plan, hook = self._plan, self._plan.hook_of(bucket)
+        states = [self._states[m] for m in bucket.members]
+        flat = packing([tensors[m] for m in bucket.members], bucket, hook, plan.axis.size, states)
+        return hook, plan.bucket_input(bucket, flat, states)
 
     def _launch(self, axis_comm: comm.AxisComm, tensors: Sequence[torch.Tensor], background: bool) -> None:
         plan, name = self._plan, "an exchange of the strategy"
@@ -79,17 +79,15 @@ class Exchange:
             axis_comm.under_way = name
             assert plan.agreement is not None
             axis_comm.background.advance(plan.agreement)
-            self._pending = Pending(axis_comm, channel_of=lambda on, phase: on.background, what="background")
+            self._pending = Pending(axis_comm, channel_of=lambda on, phase: on.background, what=self._kind)
         else:
-            self._pending = Pending(axis_comm, what="exchange")
+            self._pending = Pending(axis_comm, what=self._kind)
             self._pending.sent = axis_comm.passes.sent()
             self._pending.summary = comm.begin_pass(axis_comm, axis_comm, name, plan.agreement)
         for bucket in plan.buckets:
-            mine, states = self._of(bucket, tensors)
-            hook = plan.hook_of(bucket)
-            flat = pack(mine, bucket, hook, plan.axis.size, states)
-            comm.note_packed("background" if background else "exchange", hook, bucket)
-            self._pending.reduce(hook, plan.bucket_input(bucket, flat, states))
+            hook, inputs = self._packed(bucket, tensors, pack)
+            comm.note_packed(self._kind, hook, bucket)
+            self._pending.reduce(hook, inputs)
 
     @property
     def done(self) -> bool:
@@ -103,15 +101,13 @@ class Exchange:
             PeerLostError, DeadlockDetectedError, CollectiveTimeoutError: the exchange can't complete.
                 RankMismatchError: ranks have issued different collectives before the exchange.
         """
-        results = [torch.empty(0, device="cpu")] * len(self._states)
-        states: list[LeafState] = [{} for _ in self._states]
+        results: dict[int, torch.Tensor] = {}
+        states: dict[int, LeafState] = {}
         for bucket, (flat, advanced) in self.wait_buckets():
-            for member, tensor in zip(bucket.members, unpack(flat, bucket), strict=True):
-                results[member] = tensor
-            if advanced:
-                for member, state in zip(bucket.members, advanced, strict=True):
-                    states[member] = dict(state)
-        return results, states
+            results.update(zip(bucket.members, unpack(flat, bucket), strict=True))
+            states.update(zip(bucket.members, map(dict, advanced), strict=bool(advanced)))
+        places = range(len(self._states))
+        return [results[place] for place in places], [states.get(place, {}) for place in places]
 
     def wait_buckets(self) -> list[tuple[Bucket, Reduced]]:
         """:meth:`wait`, bucket by bucket: (bucket, (the hook's result, the next states))."""

@@ -163,11 +163,6 @@ def _note_level(ctx: Any, tangents: bool = False) -> None:
         schedule.innermost = max(schedule.innermost, inside)
 
 
-def _look_inside(ctx: Any) -> None:
-    """In a backward pass: a level inside of its own has differentiated the call, so this isn't a first derivative."""
-    ctx.schedule.again |= ctx.level < ctx.schedule.innermost
-
-
 class Begin(Function):
     """``Begin.apply(schedule)``: begins a backward pass.
 
@@ -327,7 +322,7 @@ class Marker(Peeled):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
-        ctx.schedule.again |= ctx.level < ctx.schedule.innermost  # as in _look_inside
+        ctx.schedule.again |= ctx.level < ctx.schedule.innermost  # as in Tie
         *grads, link = cotangents
         tensors = [*grads, *(ctx.saved_tensors if ctx.schedule.fenced else ctx.states)]
         if _plain():
@@ -367,7 +362,8 @@ class Tie(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
-        _look_inside(ctx)
+        # A level inside of this pass' own has differentiated the call: this isn't a first derivative.
+        ctx.schedule.again |= ctx.level < ctx.schedule.innermost
         tokens, successors = ctx.saved_tensors[: ctx.tokens], ctx.saved_tensors[ctx.tokens :]
         if _plain():
             ctx.schedule.enter()

@@ -262,7 +262,6 @@ class ProcessSchedule(Schedule):
         super().__init__(plan)
         assert plan.axis.comm
         self.fenced = not deferred
-        self.incomplete = False  # whether the last pass has brought no gradient of a parameter
         self.comm: comm.AxisComm = plan.axis.comm
         #: Called with this schedule when the backward pass is over, to start the buckets that the pass hasn't reached.
         self.on_end: Callable[[ProcessSchedule], None] = lambda _: None
@@ -411,8 +410,7 @@ class ProcessSchedule(Schedule):
 
     def start_unreached(self, params: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]) -> None:
         """Start the buckets that lack gradients, with zeros, since peers wait for them: the loss doesn't reach all."""
-        self.incomplete = len(self._batches) < len(self.plan.buckets)
-        for bucket in self.plan.buckets if self.incomplete else ():
+        for bucket in self.plan.buckets if len(self._batches) < len(self.plan.buckets) else ():
             if bucket.index not in self._batches:
                 tensors, count = self.plan.tensors_of(bucket, params, states), len(bucket.members)
                 early = self.early.pop(bucket.index, [None] * count)

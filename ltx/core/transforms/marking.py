@@ -23,7 +23,7 @@ from ltx.core.collectives.calls import check_dense, check_sums
 from ltx.core.collectives.linear import at_places
 from ltx.core.collectives.psum import is_sparse, psum_sparse, split_sparse
 from ltx.core.gradients import marker
-from ltx.core.gradients.comm_hook import AllReduce, CommHook, counts_as, shared_part, stateful_hook, states_of
+from ltx.core.gradients.comm_hook import AllReduce, CommHook, counts_as, shared_part, stateful_hook
 from ltx.core.gradients.marker import reduce_gradients
 from ltx.core.gradients.pending import ProcessSchedule, schedule_for
 from ltx.core.gradients.planning import (
@@ -425,8 +425,7 @@ def _reduce(
         raise SyncStateError(
             f"{whose!r} has communication state: pass sync_state=step.init(params) and keep what comes back."
         )
-    entries = [state.leaves.get(path, {}) if state is not None else {} for path in paths]
-    states = [states_of(hook, e) for e in entries]
+    states = states_of_leaves(state, lambda: paths, list(range(len(paths))), hook, returned=True)
     plan = make_plan(
         strategy,
         hook,
