@@ -483,7 +483,7 @@ class LeafHooks:
         with torch.no_grad():
             self._schedule.start(bucket.index, (), [*grads, *(t for m in bucket.members for t in self._states[m])])
 
-    def finish(self, schedule: Schedule) -> None:
+    def finish(self, schedule: ProcessSchedule) -> None:
         """The backward pass of `schedule` is over: start the buckets that it hasn't reached."""
         for bucket in schedule.plan.buckets:
             if self._missing[bucket.index] or bucket.index in schedule.early:
