@@ -93,29 +93,7 @@ class Schedule(ABC):
             )
 
 
-class HeldSchedule(Schedule):
-    """A schedule that holds reductions between the marker and the fence, each up to where it has to wait."""
-
-    def __init__(self, plan: Plan):
-        super().__init__(plan)
-        #: By bucket, as it is unpacked; the last is a function that waits, or the reduction's result.
-        self._begun: dict[int, tuple[Reduction, Bucket, Any]] = {}
-
-    @abstractmethod
-    def _go_on(self, reduction: Reduction, result: torch.Tensor | None = None) -> Any:
-        """Run a reduction up to where it has to wait; return a function that waits, or the final result."""
-
-    def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        outs: list[torch.Tensor] = []
-        for index in range(len(self.plan.buckets)):
-            reduction, bucket, reduced = self._begun.pop(index)
-            while callable(reduced):
-                reduced = self._go_on(reduction, reduced())
-            outs += [*unpack(reduced[0], bucket), *self.plan.flatten_states(bucket, reduced[1])]
-        return tuple(outs)
-
-
-class ImmediateSchedule(HeldSchedule):
+class ImmediateSchedule(Schedule):
     """The schedule on simulated ranks and in a world of one: each bucket is reduced completely when it is ready.
 
     In a world of one the reductions of a plain pass begin in bucket order, and work that they have started themselves
@@ -125,25 +103,26 @@ class ImmediateSchedule(HeldSchedule):
     def __init__(self, plan: Plan):
         super().__init__(plan)
         self._ready: dict[int, Sequence[torch.Tensor]] = {}
+        self._begun: list[tuple[Reduction, Any]] = []  # each with the work that it waits for, or its result
 
     def begin(self) -> None:
         self.unreduced()  # compares them, where ranks are simulated
-        self._ready, self._begun = {}, {}
+        self._ready, self._begun = {}, []
 
-    def _go_on(self, reduction: Reduction, result: torch.Tensor | None = None) -> Any:
-        while isinstance(request := advance(reduction, result), CollectiveRequest):
-            result = answer_at_once(request, self.plan.axis)
-        return request.wait if isinstance(request, StartedWork) else request
+    def _go_on(self, reduction: Reduction, request: Any) -> Any:
+        """Run a reduction up to the next work that it has started, or to its end."""
+        while isinstance(request, CollectiveRequest):
+            request = advance(reduction, answer_at_once(request, self.plan.axis))
+        return request
 
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         plan, bucket = self.plan, self.plan.buckets[index]
         if not dims and plan.axis.size == 1:
             self._ready[index] = tensors
             while (given := self._ready.pop(place := len(self._begun), None)) is not None:
-                due = plan.buckets[place]
-                hook = self.hook_of(due)
-                reduction = hook.reduce(plan.packed(hook, due, given))
-                self._begun[place] = reduction, due, self._go_on(reduction)
+                hook = self.hook_of(plan.buckets[place])
+                reduction = hook.reduce(plan.packed(hook, plan.buckets[place], given))
+                self._begun.append((reduction, self._go_on(reduction, advance(reduction))))
             return tuple(t.view_as(t) for t in tensors)
         hook = self.hook_of(bucket)
 
@@ -156,7 +135,14 @@ class ImmediateSchedule(HeldSchedule):
     def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         if not self._begun:
             return tuple(t.view_as(t) for t in tensors)
-        return super().wait(tensors)
+        outs: list[torch.Tensor] = []
+        for bucket, (reduction, request) in zip(self.plan.buckets, self._begun, strict=True):
+            while isinstance(request, StartedWork):
+                request = self._go_on(reduction, advance(reduction, request.wait()))
+            flat, states = request
+            outs += [*unpack(flat, bucket), *self.plan.flatten_states(bucket, states)]
+        self._begun = []
+        return tuple(outs)
 
 
 def _under_vmaps(
@@ -179,7 +165,7 @@ def _under_vmaps(
     return tuple(result.contiguous() for result in results)
 
 
-class GraphSchedule(HeldSchedule):
+class GraphSchedule(Schedule):
     """Functional collectives as nodes of a compiled graph: started at the marker, waited for at the fence.
 
     Inductor may move either, but a wait never before the last start.
@@ -187,10 +173,15 @@ class GraphSchedule(HeldSchedule):
 
     compiled = True
 
-    def begin(self) -> None:
-        self._begun = {}
+    def __init__(self, plan: Plan):
+        super().__init__(plan)
+        self._started: dict[int, tuple[Reduction, Bucket, Any]] = {}
 
-    def _go_on(self, reduction: Reduction, result: torch.Tensor | None = None) -> Any:
+    def begin(self) -> None:
+        self._started = {}
+
+    def _go_on(self, reduction: Reduction, result: torch.Tensor | None) -> Any:
+        """Run a reduction up to its next collective; return a function that waits for it, or the final result."""
         request = advance(reduction, result)
         if isinstance(request, StartedWork):
             raise UnsupportedError(
@@ -220,9 +211,17 @@ class GraphSchedule(HeldSchedule):
         leaves = tuple(replace(leaf, shape=grad.shape) for leaf, grad in zip(bucket.leaves, grads, strict=True))
         hook = self.hook_of(bucket)
         reduction = hook.reduce(self.plan.packed(hook, bucket, tensors))
-        self._begun[index] = reduction, replace(bucket, leaves=leaves), self._go_on(reduction)
+        self._started[index] = (reduction, replace(bucket, leaves=leaves), self._go_on(reduction, None))
         return tuple(t.view_as(t) for t in tensors)
 
     def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        mark_started([end.args[0] for _, _, end in self._begun.values() if isinstance(end, partial)])
-        return super().wait(tensors)
+        outs: list[torch.Tensor] = []
+        mark_started([end.args[0] for _, _, end in self._started.values() if isinstance(end, partial)])
+        for index in range(len(self.plan.buckets)):
+            reduction, bucket, reduced = self._started.pop(index)
+            while callable(reduced):
+                reduced = self._go_on(reduction, reduced())
+            flat, states = reduced
+            outs.extend(unpack(flat, bucket))
+            outs.extend(self.plan.flatten_states(self.plan.buckets[index], states))
+        return tuple(outs)

@@ -96,7 +96,7 @@ class TorchOptimizer(ClassOptimizer):
         check_grad_layouts(self.cls, grad_leaves, params)
         if (self._varying or self.start_step) and traced.recording():
             _prepare_trace(self)  # refuses it
-        if state.count < self.start_step:
+        if self.start_step and state.count < self.start_step:  # a graph mustn't ask for the count
             grad_leaves = [None] * len(leaves)
         has_grad: Sequence[int] = range(len(leaves))
         picked: tuple[Tensors, LeafStates, Tensors] = (grad_leaves, states, leaves)
@@ -167,7 +167,7 @@ class TorchOptimizer(ClassOptimizer):
     def update_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: TorchState) -> None:
         check_grads(grads, params)
         check_grad_layouts(self.cls, grads)
-        if state.count < self.start_step:
+        if self.start_step and state.count < self.start_step:  # a graph mustn't ask for the count
             return
         values = self._values(state.count, state.hyper)
         if isinstance(lr := values.get("lr"), Tensor) and lr.requires_grad:

@@ -314,7 +314,7 @@ class OpaqueOptimizer(ClassOptimizer):
             raise OptimError(f"{self} expected the state that its init(params) made, got {brief(state)}.")
         given = leaves_like(spec, grads, "grads")
         check_grads(given, leaves, params)
-        given = [None] * len(leaves) if state.count < self.start_step else given
+        given = [None] * len(leaves) if self.start_step and state.count < self.start_step else given
         kept = leaves_like(spec, state.per_param["params"], "the optimizer's state")
         shared = state.per_param["group"]
         others = [*(g for g in given if g is not None), *(x for own in (*kept, shared) for x in own.values())]
