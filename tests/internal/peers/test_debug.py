@@ -33,7 +33,7 @@ FAULTS: dict[str, tuple[list[Callable[[], Any]], Call, tuple[str, ...]]] = {
     "sizes that a backend dies of": (
         [lambda: ltx.psum(torch.ones(2)), lambda: ltx.psum(torch.ones(3))],
         lambda r: ltx.psum(torch.ones(2 + r)),
-        ("on psum, leaf", "rank 0: float32[2]; rank 1: float32[3]"),
+        ("on psum, the value itself", "rank 0: float32[2]; rank 1: float32[3]"),
     ),
     "src of an object": (
         [lambda: ltx.broadcast_object(1, src=0), lambda: ltx.broadcast_object(1, src=1)],
