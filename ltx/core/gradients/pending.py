@@ -28,7 +28,7 @@ from ltx.core.base.private import graph_task
 from ltx.core.comm.backends import CommStream
 from ltx.core.gradients.buffers import pack, unpack
 from ltx.core.gradients.comm_hook import CommHook, phases_on, program_of, shared_part
-from ltx.core.gradients.planning import Plan
+from ltx.core.gradients.planning import Plan, grads_kept
 from ltx.core.gradients.reduction import (
     Bucket,
     BucketInput,
@@ -368,7 +368,7 @@ class ProcessSchedule(Schedule):
     ) -> None:
         """Run a deferred pass from `objectives`; empty if no parameter is reached. `again`: it may run once more.
 
-        `own`: leaves that the step has made, which lead to passes inside of this one.
+        `own`: leaves beside the parameters, by which the pass comes to Functions that run passes inside of it.
         """
         self._passes_inside = bool(own)
         self.begin()
@@ -376,7 +376,7 @@ class ProcessSchedule(Schedule):
         for root in (x.grad_fn for x in objectives if x.grad_fn is not None):
             root.register_prehook(self._entered)
         if objectives:
-            with comm.span("backward"):
+            with comm.span("backward"), grads_kept(own):
                 torch.autograd.backward(objectives, cotangents, again, inputs=[*inputs, *own])
         self.launch()
         self.on_end = on_end if again else self.on_end
@@ -447,6 +447,7 @@ class ProcessSchedule(Schedule):
             comm.note_packed("bucket", hook, bucket)
         flat = pack(tensors, bucket, hook, plan.axis.size, states, batch, room)
         inputs = plan.bucket_input(bucket, flat.view(-1), states, update)
+        # :func:`program_of`, a call less for each bucket
         return Program(hook.reduce(inputs), [inputs.flat, *chain.from_iterable(map(dict.values, states))], hook)
 
     def wait_buckets(self) -> Iterator[tuple[Bucket, Reduced]]:

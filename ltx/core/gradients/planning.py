@@ -9,7 +9,8 @@ expected, and how large buckets are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -93,6 +94,19 @@ def any_derivative(tensors: Sequence[torch.Tensor]) -> bool:
 def requires_grad(leaves: Iterable[Any]) -> bool:
     """Whether some leaf is a tensor that requires grad."""
     return any(map(getattr, leaves, repeat("requires_grad"), repeat(False)))
+
+
+@contextmanager
+def grads_kept(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """A backward pass in the block may be asked for these leaves, to come to what leads to them: ``.grad`` stays."""
+    before = [x.grad for x in leaves]
+    for x in leaves:
+        x.grad = None
+    try:
+        yield
+    finally:
+        for x, grad in zip(leaves, before, strict=True):
+            x.grad = grad
 
 
 def differentiable(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -28,7 +28,7 @@ from ltx.core.gradients.planning import tracked
 from ltx.core.training.outputs import as_loss, loss_in
 from ltx.core.training.train_state import drawn_again, torch_states
 from ltx.core.transforms.checkpoints import checkpoints_allowed
-from ltx.core.transforms.closure_check import TracedValueError, refuse_captured, watch_for_traced_values
+from ltx.core.transforms.closure_check import TracedValueError, own_leaves, refuse_captured, watch_for_traced_values
 from ltx.core.transforms.data_parallel import DataParallel
 from ltx.core.transforms.functional_call import Calls, own_grad_and_value
 from ltx.core.transforms.plain_autograd import gradients
@@ -219,7 +219,8 @@ class _Call:
                 "arguments, which would have no derivative here. Pass it as an argument (a 0-dim tensor goes to every "
                 "micro-batch)."
             ) from None
-        own = refuse_captured(self.step.fn, value, [*leaves, *tensors])
+        refuse_captured(self.step.fn, value, [*leaves, *tensors])
+        own = own_leaves(self.step.fn, value, leaves)
         with checkpoints_allowed(), calls.in_pass():
             grads = gradients(value, leaves, own=own)
         return grads, tree.detached(parts[-1])

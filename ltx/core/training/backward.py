@@ -17,7 +17,7 @@ from ltx.core.collectives.reduce import unusable
 from ltx.core.gradients.buffers import unpack
 from ltx.core.gradients.marker import Marker
 from ltx.core.gradients.pending import ProcessSchedule
-from ltx.core.gradients.planning import Plan
+from ltx.core.gradients.planning import Plan, grads_kept
 from ltx.core.gradients.reduction import Bucket, LeafState, Program, Reduced
 from ltx.core.optim.base import Optimizer, advanced, apply_leaves, unless
 from ltx.core.ranks.axis import Axis
@@ -88,7 +88,7 @@ class Backward(NamedTuple):
     def run_alone(self, divisor: torch.Tensor | None) -> BackwardResult:
         """Run a backward pass that doesn't communicate. `divisor`: a Weighted's sum of weights, else None."""
         if (objective := self.objective()) is not None:
-            with comm.span("backward"):
+            with comm.span("backward"), grads_kept(self.run.own):
                 torch.autograd.backward(objective, inputs=[*self.inputs, *self.run.own])
         found = [None if objective is None else x.grad for x in self.inputs]
         count = len(self.leaves)

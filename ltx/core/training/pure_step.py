@@ -43,7 +43,6 @@ class PureStep(Step):
             refuse_in_graph(strategy, checks_finite(train), may_raise(train))
             axis = Axis("data", 1)
         else:
-            state.check_owned()
             if train.check_every is not None and state.step % train.check_every == 0:
                 check_replicas(state, train.step.axis)
             axis = comm.resolve(train.step.axis)
@@ -71,7 +70,7 @@ class PureStep(Step):
             value = run._replace(output=loss).value()
             # torch.func accepts only tensors as aux.
             rest, structure = tree.flatten((buffers, aux))
-            others[:] = [structure, loss, [None if isinstance(x, torch.Tensor) else x for x in rest]]
+            others[:] = [structure, loss, [None if isinstance(x, torch.Tensor) else x for x in rest], run.own]
             tensors = [value, *(x for x in rest if isinstance(x, torch.Tensor))]
             return value if loss_scale is None else value * loss_scale, tensors
 
@@ -84,7 +83,13 @@ class PureStep(Step):
                 total, (loss, *tensors) = mean(inputs, calls.recorded())
                 with calls.in_pass():
                     flat_grads = torch.autograd.grad(
-                        total, inputs, create_graph=True, allow_unused=True, materialize_grads=True
+                        total, [*inputs, *others[-1]], create_graph=True, allow_unused=True, materialize_grads=True
+                    )[: len(inputs)]
+                if any(x.is_leaf and x.grad is not None for x in inputs):
+                    raise UnsupportedError(
+                        "train_step: a Function of the step runs a backward pass of its own (y.backward(dy) in a "
+                        "reversible layer), whose gradients have no derivative, and the state or the batch is "
+                        "differentiated. Detach them, or call the step under torch.no_grad()."
                     )
         count = len(self.leaves)
         grads, states = flat_grads[:count], sync.leaves
@@ -93,7 +98,7 @@ class PureStep(Step):
         if loss_scale is not None:
             inverse = 1 / loss_scale
             grads = [(g * inverse).to(g.dtype) for g in grads]
-        structure, output, rest = others
+        structure, output, rest, _ = others
         aux_tensors = iter(tensors)
         buffers, aux = tree.unflatten(structure, [next(aux_tensors) if x is None else x for x in rest])
         return BackwardResult([*grads], states), self._mean(loss, isinstance(output, Weighted)), buffers, aux

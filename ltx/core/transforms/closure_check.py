@@ -56,10 +56,10 @@ def _kept_as(leaf: torch.Tensor, fn: Any) -> str | None:
     return "a parameter" if kept else None
 
 
-def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0, to_given: bool = False) -> list[torch.Tensor]:
+def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0, to_given: bool = False) -> None:
     """Raise if `outputs` of `fn` depend on parameters that aren't among `given`, the arguments of the call.
 
-    Returns :func:`own_leaves`. Leaves that the step `fn` has created, such as inputs for its own derivatives, don't
+    Leaves that the step `fn` has created, such as inputs for its own derivatives, don't
     count: they aren't parameters, and the function doesn't refer to them.
 
     Buffers of modules that require gradients count too, unless derivatives are taken only with respect to `given`. Each
@@ -67,7 +67,7 @@ def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0, to_given
     autograd: torch.func differentiates only arguments.
     """
     if _looked_at.has(fn, made):
-        return []
+        return
     buffers = [buffer for module in modules_of(fn) for buffer in module.buffers()] if to_given else []
     known = [*_tensors(given), *buffers]
     ids, above = {*map(id, known)}, {x.grad_fn for x in known}  # what these were made of is the caller's business
@@ -80,9 +80,7 @@ def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0, to_given
                 "dict(module.named_parameters()) and ltx.functional_call(module, params, inputs) inside the step. "
                 "If it is meant to be frozen, call requires_grad_(False) on it."
             )
-    if not (own := own_leaves(fn, outputs, given, made)):
-        _looked_at.add(fn, made)
-    return own
+    _looked_at.add(fn, made)
 
 
 def _tensors(values: Tree) -> list[torch.Tensor]:
@@ -92,15 +90,15 @@ def _tensors(values: Tree) -> list[torch.Tensor]:
 _without_own = Seen(forgets=True)
 
 
-def own_leaves(fn: Any, outputs: Tree, given: Tree, made: int = 0) -> list[torch.Tensor]:
-    """The tensors that `fn` has made to which an autograd.Function leads, and to none of the `given` ones.
+def own_leaves(fn: Any, outputs: Tree, asked: Tree, made: int = 0) -> list[torch.Tensor]:
+    """The leaves to which an autograd.Function leads that leads to none of those that a backward pass is asked for.
 
     Autograd goes to what it is asked for. A reversible layer with a dummy argument, whose backward pass brings the
     gradients of parameters by itself, is only called if the dummy's gradient is asked for too.
     """
     if _without_own.has(fn, made):
         return []
-    wanted, nodes = _tensors(given), [x.grad_fn for x in _tensors(outputs)]
+    wanted, nodes = _tensors(asked), [x.grad_fn for x in _tensors(outputs)]
     ids, leads = {*map(id, wanted)}, {x.grad_fn for x in wanted}
     users: dict[Any, list[Any]] = {node: [] for node in nodes}
     for user, node, _ in edges(nodes, leads.__contains__):

@@ -128,9 +128,8 @@ class DataParallel(StepSettings):
                 if not private.in_transform():  # side effects
                     held, made = (marked.leaves, args, kwargs), private.nodes_made() - before
                     if marked.schedule or (first and options.deferred):  # a train step of one rank has no schedule
-                        own = refuse_captured(self.fn, output, held, made, options.deferred)
-                    else:
-                        own = own_leaves(self.fn, output, held, made)
+                        refuse_captured(self.fn, output, held, made, options.deferred)
+                    own = own_leaves(self.fn, output, marked.leaves, made)
         if options.deferred and not options.step:
             refuse_backward(leaves, marked.inputs and marked.schedule)
         refuse_gradients(output, leaves, spec)

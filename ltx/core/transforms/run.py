@@ -227,7 +227,7 @@ class Run(NamedTuple):
     local: bool  # whether gradients stay local in this step, so that a Weighted's mean is this rank's too
     within: Axis | None  # the part of the axis whose ranks share gradients, if not all ranks do
     inputs: list[torch.Tensor] | None  # as in :class:`Marked`
-    #: Leaves that the step has made: a backward pass is asked for their gradients too (closure_check.own_leaves).
+    #: Leaves beside the parameters, for whose gradients a backward pass is asked too (closure_check.own_leaves).
     own: Sequence[torch.Tensor] = ()
 
     def value(self) -> Any:

@@ -18,7 +18,7 @@ from torch.nn.modules import module as torch_modules
 from torch.utils.checkpoint import checkpoint
 
 import ltx
-from ltx.errors import DeadlockDetectedError, StepError, TreeError
+from ltx.errors import DeadlockDetectedError, StepError, TreeError, UnsupportedError
 from ltx.optim import from_torch
 from tests import train_on
 from tests.kinds import Ranks
@@ -378,6 +378,36 @@ def test_a_function_that_leads_to_a_tensor_of_its_own_alone(ranks: Ranks, seed: 
 
     every()
     ranks(2).run(every)
+
+
+def test_a_batch_that_leads_there_keeps_its_grad() -> None:
+    """A Function that leads to the batch alone is called, too, and what the batch has as `.grad` stays."""
+    net, x = nn.Sequential(nn.Linear(3, 1)), torch.ones(2, 3, requires_grad=True)
+    x.grad = kept = torch.full((2, 3), 5.0)
+
+    def after(call: Callable[[nn.Module, Tensor], Tensor]) -> Params:
+        net.forward = lambda x: call(net[0], x).square().mean()  # type: ignore[method-assign]
+        train = ltx.train_step(ltx.data_parallel(lambda p, x: ltx.functional_call(net, p, (x,))), SGD)
+        return train(train.init({name: p.detach() for name, p in net.named_parameters()}), x)[0].params
+
+    torch.testing.assert_close(after(KINDS["reversible"]), after(KINDS["plain"]))
+    assert x.grad is kept
+    assert kept.eq(5.0).all()
+
+
+@pytest.mark.parametrize("kind", ["reversible", "dummy"])
+def test_a_step_that_autograd_differentiates_refuses_passes_inside(kind: str) -> None:
+    """What they bring has no derivative, and had been left out of the first one too."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+
+    def forward(x: Tensor) -> Tensor:
+        dummy = torch.ones((), requires_grad=True)
+        return net[1](Dummy.apply(dummy, net[0], x) if kind == "dummy" else Reversible.apply(net[0], x)).square().mean()
+
+    net.forward = forward  # type: ignore[method-assign]
+    train = ltx.train_step(ltx.data_parallel(lambda p, x: ltx.functional_call(net, p, (x,))), SGD, donate=False)
+    state = train.init({name: p.detach() for name, p in net.named_parameters()})
+    refuses(UnsupportedError, "runs a backward pass of its own", train, state, torch.ones(2, 3, requires_grad=True))
 
 
 # --- hooks of parameters ----------------------------------------------------------------------------------------------
