@@ -78,7 +78,7 @@ class Follower:
         for path, value, own in ((*pair, own) for part, own in parts if own for pair in tensors_by_path(part)):
             if (x := own.get(path)) is not None and x.shape != value.shape:
                 self.spoil(_SHAPES.format(self.kind))
-                break
+                return
             if x is not None:
                 _set(x, value)
         self.shows = self.last = state.lease
