@@ -104,8 +104,9 @@ class Layout:
             if part.needs_whole or (lossy and beside):
                 among = "" if part.needs_whole else f", and leaf {beside[0]!r}, which they share, is beside it"
                 raise UnsupportedError(
-                    f"leaf {split[0]!r} is a DTensor, split over ranks{among}. What {part} makes of a number depends "
-                    f"on others: use ltx.hooks.FP16() or BF16(){', or place all parameters alike' if among else ''}."
+                    f"leaf {split[0]!r} is a DTensor, split over ranks{among}. What {part} of {strategy} makes of a "
+                    "number depends on others: use ltx.hooks.FP16() or BF16()"
+                    f"{', or place all parameters alike' if among else ''}."
                 )
 
 

@@ -22,8 +22,8 @@ from ltx.core.world.world import World
 from ltx.peers.diagnosis import INIT, Status, Watched
 from ltx.peers.watcher import Watcher, release_watcher, watch_by
 
-# How long a rank that can't make its part of the world waits for ranks that it could tell it.
-_TELL_S = 1.0
+# How long a rank that can't make its part of the world, or that holds the store where it is told, waits for the others.
+_TELL_S = 5.0
 # How long the store may take to answer while ranks connect: it resolves their host names one by one.
 _ANSWER_S = 30.0
 
@@ -65,6 +65,7 @@ class Meeting(Watched):
         """The world is made, or has failed: the peers hear why, as the store may end with this process."""
         if error is not None and not self._told:
             self._failed = Failed(f"{type(error).__name__}: {error}".partition("\n")[0], lost=False)
+        if error is not None and (not self._told or self.world.rank == 0):
             with suppress(LtxError, dist.DistError):
                 self.watcher.tell()
                 poll_until(lambda: len(self.watcher.look_now()) == self.world.size, _TELL_S)

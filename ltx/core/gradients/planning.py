@@ -99,7 +99,7 @@ def requires_grad(leaves: Iterable[Any]) -> bool:
 @contextmanager
 def grads_kept(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
     """A backward pass in the block may be asked for these leaves, to come to what leads to them: ``.grad`` stays."""
-    before = [x.grad for x in leaves]
+    before = [x.grad if x.is_leaf or x.retains_grad else None for x in leaves]
     for x in leaves:
         x.grad = None
     try:

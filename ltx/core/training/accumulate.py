@@ -220,7 +220,7 @@ class _Call:
                 "micro-batch)."
             ) from None
         refuse_captured(self.step.fn, value, [*leaves, *tensors])
-        own = own_leaves(self.step.fn, value, leaves)
+        own = own_leaves(self.step.fn, value, leaves, self.leaves)
         with checkpoints_allowed(), calls.in_pass():
             grads = gradients(value, leaves, own=own)
         return grads, tree.detached(parts[-1])

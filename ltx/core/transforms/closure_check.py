@@ -90,29 +90,34 @@ def _tensors(values: Tree) -> list[torch.Tensor]:
 _without_own = Seen(forgets=True)
 
 
-def own_leaves(fn: Any, outputs: Tree, asked: Tree, made: int = 0) -> list[torch.Tensor]:
-    """The leaves to which an autograd.Function leads that leads to none of those that a backward pass is asked for.
+def own_leaves(fn: Any, outputs: Tree, asked: Tree, given: Tree, made: int = 0) -> list[torch.Tensor]:
+    """The tensors to which an autograd.Function leads that leads to none of those that a backward pass is `asked` for.
 
     Autograd goes to what it is asked for. A reversible layer with a dummy argument, whose backward pass brings the
-    gradients of parameters by itself, is only called if the dummy's gradient is asked for too.
+    gradients of parameters by itself, is only called if the dummy's gradient is asked for too. It may be made by the
+    step `fn`, or be one of the tensors `given` to it; what those were made of is the caller's business.
     """
     if _without_own.has(fn, made):
         return []
     wanted, nodes = _tensors(asked), [x.grad_fn for x in _tensors(outputs)]
     ids, leads = {*map(id, wanted)}, {x.grad_fn for x in wanted}
+    above = {x.grad_fn: x for x in _tensors(given) if x.grad_fn is not None and x.grad_fn not in leads}
     users: dict[Any, list[Any]] = {node: [] for node in nodes}
-    for user, node, _ in edges(nodes, leads.__contains__):
+    for user, node, _ in edges(nodes, {*leads, *above}.__contains__):
         users.setdefault(node, []).append(user)
     leads |= {node for node in users if id(getattr(node, "variable", None)) in ids}
     leading = [*leads]
     for node in leading:  # the loop appends to what it goes through
         leading += (new := {*users.get(node, ())} - leads)
         leads |= new
-    functions = [node for node in users if hasattr(node, "_forward_cls") and node not in leads]
-    own = {node: node.variable for _, node, _ in edges(functions) if hasattr(node, "variable")}
+    functions = [node for node in users if hasattr(node, "_forward_cls") and node not in leads and node not in above]
+    below = {
+        node: above.get(node, getattr(node, "variable", None)) for _, node, _ in edges(functions, above.__contains__)
+    }
+    own = [x for x in below.values() if x is not None]
     if not own:
         _without_own.add(fn, made)
-    return [*own.values()]
+    return own
 
 
 class TracedValueError(Exception):

@@ -129,7 +129,7 @@ class DataParallel(StepSettings):
                     held, made = (marked.leaves, args, kwargs), private.nodes_made() - before
                     if marked.schedule or (first and options.deferred):  # a train step of one rank has no schedule
                         refuse_captured(self.fn, output, held, made, options.deferred)
-                    own = own_leaves(self.fn, output, marked.leaves, made)
+                    own = own_leaves(self.fn, output, marked.leaves, held, made)
         if options.deferred and not options.step:
             refuse_backward(leaves, marked.inputs and marked.schedule)
         refuse_gradients(output, leaves, spec)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -200,7 +201,9 @@ def test_a_rank_that_leaves_by_an_exception(on_new_axis: OnNewAxis) -> None:
 
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("peer", ["new", "known", "step", "nothing"])
-def test_entered_by_one_rank(on_new_axis: OnNewAxis, peer: str) -> None:
+def test_entered_by_one_rank(on_new_axis: OnNewAxis, peer: str, tmp_path: Path) -> None:
+    answered = tmp_path / "answered"
+
     def run() -> tuple[str, str]:
         stepped = torch.func.grad(ltx.data_parallel(step))
         stepped(torch.ones(2)), ltx.psum(torch.ones(2))
@@ -213,8 +216,12 @@ def test_entered_by_one_rank(on_new_axis: OnNewAxis, peer: str) -> None:
                 stepped(torch.ones(2))
             elif peer != "nothing":
                 ltx.psum(torch.ones(2 if peer == "known" else 3))
+            else:  # it stays in the call, or the pool tells rank 0 that it has left
+                while not answered.exists():
+                    time.sleep(0.01)
         except LtxError as raised:
             error = raised
+            answered.touch()
         assert not comm.peers.under_way
         if peer == "new":  # nothing has moved: the ranks find together again
             with ltx.debug_checks():
