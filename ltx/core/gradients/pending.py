@@ -312,7 +312,6 @@ class ProcessSchedule(Schedule):
     def _reset(self) -> None:
         self.pending = Pending(self.comm, self.among)
         self._passes_inside = False  # Functions will run backward passes inside of this one
-        self._task = -1  # the id of the autograd run of a deferred pass
         #: Gradients of buckets that aren't complete yet, and the buckets to which the pass itself has come.
         self.early: dict[int, list[torch.Tensor | None]] = {}
         self._reached: set[int] = set()
@@ -328,7 +327,7 @@ class ProcessSchedule(Schedule):
         grads, states = tensors[: len(bucket.members)], tensors[len(bucket.members) :]
         try:
             early = index in self.early or index in self._batches or self._passes_inside
-            inside = not self.fenced and (early or graph_task() != self._task)
+            inside = not self.fenced and (early or graph_task() != self.task)
             if inside or type(None) in map(type, grads):
                 if not (grads := self._joined(index, grads)):  # type: ignore[assignment]
                     return ()
@@ -382,7 +381,7 @@ class ProcessSchedule(Schedule):
         self.on_end = on_end if again else self.on_end
 
     def _entered(self, _: object) -> None:
-        self._task = graph_task()
+        self.task = graph_task()
 
     def _joined(self, index: int, grads: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """All gradients of a bucket that have come so far; () if it has to wait for more.
@@ -391,7 +390,7 @@ class ProcessSchedule(Schedule):
         gradients that the loss' graph doesn't know of. So a bucket starts when this pass has come to it and each
         parameter has a gradient, if no such layer is known to come, or when the pass is over.
         """
-        if graph_task() == self._task:
+        if graph_task() == self.task:
             self._reached.add(index)
         if index in self._batches:
             members = zip(self.plan.buckets[index].members, grads, strict=True)
@@ -421,7 +420,7 @@ class ProcessSchedule(Schedule):
 
     def launch(self) -> None:
         """The backward pass is over: launch the buckets that weren't launched."""
-        on_end, self.on_end, self._task = self.on_end, lambda _: None, graph_task()
+        on_end, self.on_end, self.task = self.on_end, lambda _: None, graph_task()
         self._passes_inside = False
         on_end(self)
         if self._ready:
@@ -471,6 +470,8 @@ class ProcessSchedule(Schedule):
 
     def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         try:
+            if len(self._batches) < len(self.plan.buckets):
+                raise inner_pass("data_parallel")  # it has come to the fence first
             self.launch()
             outs = [
                 t
@@ -488,6 +489,15 @@ class ProcessSchedule(Schedule):
         pending = self.pending
         self._reset()
         return pending.finish()
+
+
+def inner_pass(who: str) -> UnsupportedError:
+    """A backward pass inside of the step's own came to parameters that can't take its gradients."""
+    return UnsupportedError(
+        f"{who}: a Function of the step runs a backward pass of its own (y.backward(dy) in a reversible layer), whose "
+        "gradients have no derivative, and the step is differentiated from outside. Detach the state and the batch, or "
+        "call the step under torch.no_grad(); or have ltx.grad or ltx.train_step differentiate it."
+    )
 
 
 def _issued_in_graphs() -> int:

@@ -51,7 +51,7 @@ class Schedule(ABC):
         #: This backward pass goes through another derivative: an earlier backward pass, or one of a transform inside of
         #: its own. Derivatives of derivatives are reduced exactly: by the sum that the hook counts as, not by the hook.
         self.again = False
-        self._last_run = -1  # the autograd run of the last backward pass
+        self.task = -1  # the id of autograd's run of the last backward pass
         self.innermost = 0.0  # the innermost level of transforms that differentiates the step; 0 is plain autograd
         #: Called when a backward pass has begun: a digest of the unreduced gradients in ``.grad``, which ranks compare.
         self.unreduced: Callable[[], str] = lambda: ""
@@ -68,8 +68,8 @@ class Schedule(ABC):
     def enter(self) -> None:
         """A backward pass has come to a tie. It begins at the first one: outputs have one, and their tangents too."""
         task = private.graph_task()
-        if task < 0 or task != self._last_run:
-            self._last_run = task
+        if task < 0 or task != self.task:
+            self.task = task
             self.begin()
 
     @abstractmethod

@@ -119,11 +119,12 @@ def not_finite_error(
 
 def _own_gradients(train: TrainSettings, state: TrainState, batch: Batch, info: StepInfo, factor: Any) -> list[Any]:
     """This rank's gradients, before the reduction; zeros for parameters that this rank doesn't use."""
-    local = replace(train.step, blocked=True)
+    local, own = replace(train.step, blocked=True), list[torch.Tensor]()
 
     def loss(params: Tree) -> torch.Tensor:
         arguments = arguments_of(params, state.buffers, batch)
         run = local.run(arguments, batch.named, CallOptions(step=info.step, frozen=state.frozen))
+        own.extend(run.own)
         found = outputs_of(run, state.buffers, train.has_aux).loss
         total = found.total if isinstance(found, Weighted) else found
         return total if factor is None else total * factor
@@ -135,7 +136,7 @@ def _own_gradients(train: TrainSettings, state: TrainState, batch: Batch, info: 
     with torch.enable_grad():  # the step enables gradients too, whatever torch.func has set
         leaves = [x.detach().requires_grad_() for x in leaves]
         total = loss(tree.unflatten(spec, leaves))
-    return gradients(total, leaves)
+    return gradients(total, leaves, own=own)
 
 
 def _described(paths: Sequence[str], grads: Sequence[torch.Tensor]) -> list[str]:

@@ -13,6 +13,7 @@ from ltx.core.base import private, traced, tree
 from ltx.core.base.errors import UnsupportedError
 from ltx.core.collectives.calls import prepare_trace, traced_processes, traced_size
 from ltx.core.gradients.comm_hook import shared_part
+from ltx.core.gradients.pending import inner_pass
 from ltx.core.gradients.planning import any_derivative
 from ltx.core.ranks.axis import Axis
 from ltx.core.training.backward import BackwardResult
@@ -86,11 +87,7 @@ class PureStep(Step):
                         total, [*inputs, *others[-1]], create_graph=True, allow_unused=True, materialize_grads=True
                     )[: len(inputs)]
                 if any(x.is_leaf and x.grad is not None for x in inputs):
-                    raise UnsupportedError(
-                        "train_step: a Function of the step runs a backward pass of its own (y.backward(dy) in a "
-                        "reversible layer), whose gradients have no derivative, and the state or the batch is "
-                        "differentiated. Detach them, or call the step under torch.no_grad()."
-                    )
+                    raise inner_pass("train_step")
         count = len(self.leaves)
         grads, states = flat_grads[:count], sync.leaves
         if with_state:

@@ -396,18 +396,24 @@ def test_a_batch_that_leads_there_keeps_its_grad() -> None:
 
 
 @pytest.mark.parametrize("kind", ["reversible", "dummy"])
-def test_a_step_that_autograd_differentiates_refuses_passes_inside(kind: str) -> None:
+def test_a_step_that_autograd_differentiates_refuses_passes_inside(ranks: Ranks, kind: str) -> None:
     """What they bring has no derivative, and had been left out of the first one too."""
-    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
 
-    def forward(x: Tensor) -> Tensor:
+    def every() -> None:
+        net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
         dummy = torch.ones((), requires_grad=True)
-        return net[1](Dummy.apply(dummy, net[0], x) if kind == "dummy" else Reversible.apply(net[0], x)).square().mean()
 
-    net.forward = forward  # type: ignore[method-assign]
-    train = ltx.train_step(ltx.data_parallel(lambda p, x: ltx.functional_call(net, p, (x,))), SGD, donate=False)
-    state = train.init({name: p.detach() for name, p in net.named_parameters()})
-    refuses(UnsupportedError, "runs a backward pass of its own", train, state, torch.ones(2, 3, requires_grad=True))
+        def forward(x: Tensor) -> Tensor:
+            y: Tensor = Dummy.apply(dummy * 1, net[0], x) if kind == "dummy" else Reversible.apply(net[0], x)
+            return net[1](y).square().mean()
+
+        net.forward = forward  # type: ignore[method-assign]
+        train = ltx.train_step(ltx.data_parallel(lambda p, x: ltx.functional_call(net, p, (x,))), SGD, donate=False)
+        state = train.init({name: p.detach() for name, p in net.named_parameters()})
+        refuses(UnsupportedError, "runs a backward pass of its own", train, state, torch.ones(2, 3, requires_grad=True))
+
+    every()
+    ranks(2).run(every)
 
 
 # --- hooks of parameters ----------------------------------------------------------------------------------------------
