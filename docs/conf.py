@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from docutils import nodes
+from sphinx import addnodes
+
 import ltx
 
 HERE = Path(__file__).parent
@@ -36,6 +39,7 @@ extensions = [
     "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "sphinx_codeautolink",
     "sphinx_copybutton",
     "sphinx_design",
 ]
@@ -43,7 +47,8 @@ exclude_patterns = ["_build", "README.md"]
 templates_path = ["_templates"]
 nitpick_ignore_regex: list[tuple[str, str]] = []
 
-suppress_warnings = ["config.cache"]  # autosummary_context holds a function, with which nothing is cached
+# autosummary_context holds a function, with which nothing is cached; cells with magics are no Python.
+suppress_warnings = ["config.cache", "codeautolink.parse_block", "codeautolink.match_block"]
 
 # --- pages
 source_suffix = {".rst": "restructuredtext", ".md": "myst-nb", ".ipynb": "myst-nb"}  # autosummary writes the first
@@ -161,6 +166,21 @@ def listed_names() -> set[str]:
     return {f"{module}.{name}" for module, body in found for name in re.findall(r"^   (\w+)$", body, re.MULTILINE)}
 
 
+def linked(app: Any, doctree: nodes.document) -> None:
+    """`ltx.psum(x)` in a page's text links to the page of that name. Names in code are sphinx_codeautolink's business."""
+    for node in [*doctree.findall(nodes.literal)]:
+        name = re.match(r"[\w.]*", node.astext()).group()  # type: ignore[union-attr]
+        if name in listed_names() and not isinstance(node.parent, (nodes.title, nodes.reference, addnodes.pending_xref)):
+            options = {"refdomain": "py", "reftype": "obj", "reftarget": name, "refdoc": app.env.docname}
+            node.replace_self(addnodes.pending_xref("", node.deepcopy(), **options))
+
+
+def one_signature(app: Any, domain: str, what: str, content: Any) -> None:
+    """Overloads tell a type checker of a decorator with arguments. The page shows the first, that of a call."""
+    for again in [x for x in content.parent if isinstance(x, addnodes.desc_signature)][1:]:
+        content.parent.remove(again)
+
+
 def with_download(notebook: Path) -> str:
     """A notebook as its page shows it: a link to the file comes after the title."""
     cells = json.loads(notebook.read_text(encoding="utf-8"))
@@ -178,6 +198,8 @@ def without_edit_link(app: Any, page: str, template: str, context: dict[str, Any
 def setup(app: Any) -> None:
     """The notebooks lie beside docs/, where they are used without it; Sphinx reads what is below docs/ alone."""
     app.connect("missing-reference", named_error)
+    app.connect("doctree-read", linked)
+    app.connect("object-description-transform", one_signature)
     app.connect("autodoc-skip-member", skipped)
     app.connect("html-page-context", without_edit_link)
     for path in (HERE / "reference" / "names").glob("*.rst"):  # autosummary writes them; those of old names would stay
@@ -186,3 +208,4 @@ def setup(app: Any) -> None:
     for path in (HERE.parent / "notebooks").glob("*.ipynb"):
         write_if_new(HERE / "tutorials" / path.name, with_download(path))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # codeautolink imports what examples import
