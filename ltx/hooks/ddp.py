@@ -37,7 +37,10 @@ TorchHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
 class LookAlike:
-    """A bucket with the interface of ``dist.GradBucket``, which Python can't construct."""
+    """A bucket with the interface of ``dist.GradBucket``, which Python can't construct.
+
+    Its gradients aren't divided by the number of ranks.
+    """
 
     def __init__(self, inputs: BucketInput, owner: "FromTorch"):
         self._buffer = inputs.flat
@@ -46,27 +49,21 @@ class LookAlike:
         self.refused: UnsupportedError | None = None
 
     def index(self) -> int:
-        """The bucket's place in the order of launches."""
         return self._share.bucket.index
 
     def is_last(self) -> bool:
-        """Whether this is the pass' last bucket."""
         return self._share.last
 
     def buffer(self) -> torch.Tensor:
-        """All gradients of the bucket as one vector, not divided by the number of ranks."""
         return self._buffer
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
-        """Replace the buffer."""
         self._buffer = tensor
 
     def gradients(self) -> list[torch.Tensor]:
-        """Views of the buffer in the parameters' shapes."""
         return buffers.unpack(self._buffer[: self._share.bucket.numel], self._share.bucket, cast=False)
 
     def parameters(self) -> list[torch.Tensor]:
-        """Raises UnsupportedError."""
         # The error is kept, since a future turns an error in its callback into a RuntimeError.
         self.refused = UnsupportedError(
             f"{self._owner!r} asks for the bucket's parameters, which a step of ltx doesn't change; it makes new ones. "
@@ -237,7 +234,6 @@ class _Pass:
     """A backward pass that is under way, with the buckets that it has sent."""
 
     axis: Axis
-    axis_comm: comm.AxisComm
     pending: Pending
     names: list[list[str]] = field(default_factory=list)
 
@@ -305,12 +301,10 @@ class ToTorch:
                 f"default; got {type(group).__name__}."
             )
         axis = comm.resolve(dist.group.WORLD if group is None else group)
-        assert axis.comm
-        axis_comm: comm.AxisComm = axis.comm
-        pending = Pending(axis_comm)
+        pending = Pending(axis.comm)
         pending.enter()
-        axis_comm.passes.begin()
-        return _Pass(axis, axis_comm, pending)
+        axis.comm.passes.begin()
+        return _Pass(axis, pending)
 
     def _launch(self, now: _Pass, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer, grads = bucket.buffer(), bucket.gradients()
@@ -325,10 +319,11 @@ class ToTorch:
         states = [self._state(name, param) for name, param in zip(names, bucket.parameters(), strict=True)]
         states = [states_of(hook, entry) for entry in states]
         now.pending.flush_others()
+        on = cast(comm.AxisComm, now.axis.comm)
         # Ranks must have equal buckets and hooks: they compare each new bucket.
         last, state_names = bucket.is_last(), sorted({name for state in states for name in state})
-        now.axis_comm.negotiate_issue(
-            now.axis_comm.bucket_channel(0),
+        on.negotiate_issue(
+            on.bucket_channel(0),
             ("to_torch", hook, tuple(names), mine, tuple(state_names), last),
             lambda: comm.Signature.of(
                 f"bucket {mine.index} of DistributedDataParallel",
@@ -338,13 +333,13 @@ class ToTorch:
             ),
         )
         phases = hook.phases
-        now.axis_comm.open_phases(phases(now.axis_comm.size) if callable(phases) else phases)
+        on.open_phases(phases(on.size) if callable(phases) else phases)
         # DDP doesn't divide a GradBucket. Packing copies, since the buffer is DDP's.
         flat = buffers.pack(grads, mine, hook, now.axis.size, states)
         now.names.append(names)
         # A stream that waits for the future runs after the work that its stream has when the future completes.
         future = torch.futures.Future[torch.Tensor](devices=[buffer.device] if buffer.device.type != "cpu" else None)
-        inputs = BucketInput(flat, mine, now.axis.size, now.axis_comm.rank, states, self.step, last, now.axis)
+        inputs = BucketInput(flat, mine, now.axis.size, on.rank, states, self.step, last, now.axis)
         now.pending.reduce(hook, inputs, lambda reduced: future.set_result(reduced[0].to(buffer.dtype)))
         return future
 

@@ -187,11 +187,6 @@ def _around_zero(low: torch.Tensor, high: torch.Tensor) -> Grid:
     return Grid(torch.zeros_like(low), torch.round(high * inverse) - 127, step, inverse)
 
 
-def _from_least(low: torch.Tensor, high: torch.Tensor) -> Grid:
-    """A grid that begins at the least number: its base. An offset from 0 would lose most of the digits."""
-    return Grid(low, torch.full_like(low, 128), *_step(low, high))
-
-
 @dataclass(frozen=True)
 class ByteGrad(EightBitHook):
     """Gradients in eight bits a number, a quarter of float32, with a grid for each rank's part of a bucket.
@@ -220,7 +215,8 @@ class ByteGrad(EightBitHook):
         around = (low <= 0) & (high >= 0)
         if buffers.is_plain(groups) and bool(around.all()):
             return _around_zero(low, high)
-        pairs = zip(_around_zero(low, high), _from_least(low, high), strict=True)
+        # Else the least number is the base: an offset from 0 would lose most of the digits.
+        pairs = zip(_around_zero(low, high), (low, torch.full_like(low, 128), *_step(low, high)), strict=True)
         return Grid(*(torch.where(around, a, b) for a, b in pairs))
 
 

@@ -233,7 +233,6 @@ def by_greatest(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def to_message(numbers: torch.Tensor) -> torch.Tensor:
-    """The bytes of the last dimension."""
     return comm.as_bytes(numbers).flatten(-2)
 
 

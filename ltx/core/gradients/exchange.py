@@ -32,11 +32,7 @@ class Exchange:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        tensors: Sequence[torch.Tensor],
-        states: Sequence[LeafState] = (),
-        background: bool = False,
+        self, plan: Plan, tensors: Sequence[torch.Tensor], states: Sequence[LeafState] = (), background: bool = False
     ):
         self._plan = plan
         self._pending: Pending | None = None

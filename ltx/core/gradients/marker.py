@@ -401,9 +401,7 @@ class Tie(Function):
 
 
 def put_on(
-    schedule: Schedule,
-    params: Sequence[torch.Tensor],
-    states: Sequence[Sequence[torch.Tensor]],
+    schedule: Schedule, params: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Put markers on `params`, each with its state tensors; returns (marked parameters, tokens)."""
     plan = schedule.plan

@@ -113,12 +113,7 @@ class Pending:
 
     # --- its buckets -------------------------------------------------------------------------------------------------
 
-    def launch(
-        self,
-        ready: dict[int, Program],
-        phases: int,
-        then: Callable[[Reduced], None] | None = None,
-    ) -> None:
+    def launch(self, ready: dict[int, Program], phases: int, then: Callable[[Reduced], None] | None = None) -> None:
         """Take the programs whose turn it is out of `ready`, which has them by bucket, and start them.
 
         `phases`: how many collectives each may ask for. `then` gets each result as soon as it is complete, on the

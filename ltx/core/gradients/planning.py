@@ -130,7 +130,6 @@ class Plan:
     agreement: comm.Agreement | None = None  # the ranks' agreement on the plan, if they compared it
 
     def hook_of(self, bucket: Bucket) -> CommHook:
-        """The hook of `bucket`."""
         return self.hooks[bucket.index] if self.hooks else self.hook
 
     @staticmethod

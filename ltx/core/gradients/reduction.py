@@ -60,7 +60,6 @@ class Bucket:
 
     @classmethod
     def of(cls, index: int, tensors: Sequence[torch.Tensor]) -> Bucket:
-        """That of all `tensors`."""
         return cls(index, tuple(range(len(tensors))), tuple(Leaf(t.shape, t.dtype, t.device) for t in tensors))
 
     @cached_property

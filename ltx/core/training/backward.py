@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from ltx.core.training.accumulate import MicroBatches
 from ltx.core.training.train_state import TrainState
 from ltx.core.transforms.closure_check import edges
 from ltx.core.transforms.run import Run
-from ltx.core.transforms.strategy_update import Old, PostUpdateHook, take_updated, with_overwriting
+from ltx.core.transforms.strategy_update import Old, PostUpdateHook, may_be_written_to, take_updated
 from ltx.core.transforms.sync_state import states_after
 from ltx.typing import Tree
 
@@ -331,7 +332,7 @@ class UpdateThenSend(Completion):
         paths = tree.leaf_paths(state.held("params")) if any(self._plan.state_names) else []
         known = [state.sync_state.leaves[path] for path in paths] or [{} for _ in work.leaves]
         old = Old([x.detach() for x in work.leaves], known, self._axis.size)
-        self._old = with_overwriting(hook, old, work.donate, opt_state)
+        self._old = replace(old, may_overwrite=work.donate and may_be_written_to(hook.written(old), opt_state))
         self._params = list(old.params)
         self._optimizer = optimizer
         if hook.shares_gradients:

@@ -283,7 +283,6 @@ class Swap:
         return swap
 
     def recorded(self) -> Calls | None:
-        """Record the call, if there will be a backward pass."""
         return _record(self.tensors, partial(Swap, self.members, first=self.first))
 
     def done(self, returns: bool = False) -> dict[str, torch.Tensor]:
@@ -462,7 +461,6 @@ class Calls:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record the functional calls of the block, a forward pass."""
         token = _recorded.set(self)
         try:
             yield
@@ -488,7 +486,6 @@ class Calls:
             _passes.reset(token)
 
     def begin(self, _: Any = None) -> None:
-        """The owner's backward pass begins."""
         self._end()
         self._owned, self._handle = True, register_module_forward_pre_hook(self._called)
 

@@ -49,12 +49,7 @@ from ltx.typing import Tree
 
 @traced.at_trace_time
 def prepare_trace(
-    strategy: Strategy,
-    axis: Any,
-    step: int,
-    with_state: bool,
-    blocked: bool = False,
-    dtype: torch.dtype | None = None,
+    strategy: Strategy, axis: Any, step: int, with_state: bool, blocked: bool = False, dtype: torch.dtype | None = None
 ) -> tuple[str, tuple[str, ...]]:
     """Returns (the key of a step's settings in a graph, the names of a leaf's states).
 
@@ -292,12 +287,7 @@ def mark_in_graph(
 ) -> Marked:
     """As :func:`mark`, inside a compiled graph that is compiled at `step`."""
     key, all_names = prepare_trace(
-        step_fn.strategy,
-        step_fn.axis,
-        step,
-        sync_state is not None,
-        step_fn.blocked,
-        step_fn.reduce_dtype,
+        step_fn.strategy, step_fn.axis, step, sync_state is not None, step_fn.blocked, step_fn.reduce_dtype
     )
     if key == "":
         return Marked(leaves, as_given=True)

@@ -97,10 +97,6 @@ class StateLayout:
     held_by: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
 
-#: :meth:`ltx.core.transforms.strategy.Strategy.exchange`.
-Exchanging = Callable[..., Exchange]
-
-
 @dataclass(frozen=True)
 class Old:
     """The parameters and communication states that a step began with.
@@ -167,7 +163,7 @@ class PostUpdateHook(CommHook):
 
 
 def communicate_after_update(
-    exchange: Exchanging,
+    exchange: Callable[..., Exchange],
     hook: PostUpdateHook,
     update: Update,
     given: Tree,
@@ -175,12 +171,15 @@ def communicate_after_update(
     states: States,
     info: StepInfo,
 ) -> Updated:
-    """The end of a step whose optimizer has made `given` (new parameters, or whatever `hook` reduces)."""
+    """The end of a step whose optimizer has made `given` (new parameters, or whatever `hook` reduces).
+
+    `exchange`: :meth:`ltx.core.transforms.strategy.Strategy.exchange` of the strategy.
+    """
     starts, spec = tree.flatten(update.params)
     paths = tree.leaf_paths(update.params)
     old = Old(starts, [states.get(path, {}) for path in paths], info.axis.size)
     pending = exchange(hook, tree.flatten(given)[0], paths, info, hook.begun(old), like=update.params)
-    old = with_overwriting(hook, old, update.may_overwrite, opt_state)
+    old = replace(old, may_overwrite=update.may_overwrite and may_be_written_to(hook.written(old), opt_state))
     params, found = list(starts), dict[int, LeafState]()
     remaining = [take_updated(hook, *done, old, params, found) for done in pending.wait_buckets()]
     left = [do for do in remaining if do is not None]
@@ -193,11 +192,6 @@ def communicate_after_update(
     return Updated(tree.unflatten(spec, params), opt_state, after, finish=finish if left else None)
 
 
-def with_overwriting(hook: PostUpdateHook, old: Old, may_overwrite: bool, opt_state: Tree) -> Old:
-    """`old`, which may be overwritten if `may_overwrite` and all tensors that `hook` writes to are safe to write to."""
-    return replace(old, may_overwrite=may_overwrite and may_be_written_to(hook.written(old), opt_state))
-
-
 def take_updated(
     hook: PostUpdateHook,
     bucket: Bucket,
@@ -206,10 +200,7 @@ def take_updated(
     params: list[torch.Tensor],
     states: dict[int, LeafState],
 ) -> Callable[[], None] | None:
-    """Put the next parameters and communication states of a complete bucket into `params` and `states`.
-
-    Returns the function that does the remaining work, or None.
-    """
+    """Put a complete bucket's next values into `params` and `states`. Returns what does the remaining work, or None."""
     done = hook.finish_bucket(bucket, reduced, old.of(bucket))
     for member, param, state in zip(bucket.members, done.params, done.states, strict=True):
         params[member], states[member] = param, state
