@@ -29,7 +29,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from typing import Any, NoReturn
 
@@ -189,13 +188,14 @@ class Watcher:
 
     def wait_until_heard(self, dead: Collection[int] = ()) -> None:
         """Wait briefly until all peers but the `dead` have read this record: the store may end with this process."""
-        with suppress(LtxError):
-            poll_until(partial(self._is_heard, dead), _HEARD_S)
 
-    def _is_heard(self, dead: Collection[int]) -> bool:
-        silent = {*silent_of(self.look_now()), *dead, self._rank}
-        alive = [record for rank, record in self.records.items() if record.beat and rank not in silent]
-        return self._gone or all(record.seen >= self.version for record in alive)
+        def is_heard() -> bool:
+            silent = {*silent_of(self.look_now()), *dead, self._rank}
+            alive = [record for rank, record in self.records.items() if record.beat and rank not in silent]
+            return self._gone or all(record.seen >= self.version for record in alive)
+
+        with suppress(LtxError):
+            poll_until(is_heard, _HEARD_S)
 
     def failed(self, now: bool = False) -> dict[int, str]:
         """The exceptions by which ranks have left an axis, as far as this process knows; `now`: it reads the store."""

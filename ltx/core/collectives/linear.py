@@ -162,11 +162,6 @@ class _Recorded:
         return (None, *(found if isinstance(found, tuple) else (found,)))
 
 
-def in_autograd_vmap() -> bool:
-    """Whether torch.autograd batches by its own vmap: ``vectorize=True`` or ``is_grads_batched=True``."""
-    return private.is_dispatched(private.AUTOGRAD_VMAP)
-
-
 def _batched_by_autograd(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and private.is_batched_by_autograd(x)
 
@@ -302,7 +297,7 @@ def _differentiated(xs: list[torch.Tensor]) -> bool:
     """Whether the call may be differentiated or transformed. If not, 40 µs for a Function are saved."""
     return (
         private.in_transform()
-        or in_autograd_vmap()
+        or private.is_dispatched(private.AUTOGRAD_VMAP)
         or private.has_tangents()
         or (torch.is_grad_enabled() and any(x.requires_grad for x in xs))
     )

@@ -57,17 +57,13 @@ def _moved(xs: torch.Tensor, n: int, static: Static) -> tuple[torch.Tensor, bool
     return moved.index_fill(0, torch.tensor(without, device=xs.device), 0), True
 
 
-def _turned_round(static: Static) -> Static:
-    return tuple(rank for pair in zip(static[1::2], static[::2], strict=True) for rank in pair)
-
-
 add_rule(
     name="ppermute",
     operation="ppermute",
     moves=True,
     stacked=_moved,
     alone=lambda x, static: x if static else torch.zeros_like(x),
-    transpose=lambda shape, static: ("ppermute", _turned_round(static)),
+    transpose=lambda shape, static: ("ppermute", static[::-1]),  # reversed pairs
     arguments=lambda static: static,
 )
 

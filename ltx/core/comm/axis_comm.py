@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ltx.core.base.errors import DeadlockDetectedError, PeerLostError, WorldError
+from ltx.core.base import private
+from ltx.core.base.errors import DeadlockDetectedError, PeerLostError, UnsupportedError, WorldError
 from ltx.core.base.handed_in import HandedIn
 from ltx.core.base.traced import refuse_script
-from ltx.core.comm import backends
-from ltx.core.comm.backends import CommStream, StreamGroup, open_group
+from ltx.core.comm.backends import CommStream, StreamGroup, backends_of, open_group
 from ltx.core.comm.buffer_pool import BufferPool
 from ltx.core.comm.channel import DRAINING_S, Channel
 from ltx.core.comm.passes import Passes
@@ -57,7 +57,7 @@ class AxisComm(Ranks):
         if isinstance(group, NewGroup):
             group = self._open_group(group.backend, "group", self.name)
         self.group: Any = group  # None once the world is gone
-        self._backends = backends.backends_of(group)
+        self._backends = backends_of(group)
         self._known: dict[Any, Agreement] = {}
         self.closed = False
         self.compared = Seen()
@@ -148,11 +148,9 @@ class AxisComm(Ranks):
             return
         self.closed = True
         parts = [end for part in self.parts for end in (part.close, partial(dist.destroy_process_group, part.group))]
+        forget = partial(self.peers.own.axes.remove, self)
         first = [self.peers.store_exchange.finish, self.buffer_pool.clear, self._look_at_last_pass, self._end_pending]
-        _in_turn([*first, self._end_device, *parts, self._forget, self.peers.close, self._destroy_groups])
-
-    def _forget(self) -> None:
-        self.peers.own.axes.remove(self)
+        _in_turn([*first, self._end_device, *parts, forget, self.peers.close, self._destroy_groups])
 
     def _end_pending(self) -> None:
         for future in list(self.futures):
@@ -221,7 +219,13 @@ class AxisComm(Ranks):
         self.check_usable()
         self.peers.begin()
         refuse_script()
-        backends.refuse_capture(lambda: f"rank {self.rank}: {what()} on axis {self.name!r}")
+        if private.capturing():
+            raise UnsupportedError(
+                f"rank {self.rank}: {what()} on axis {self.name!r} was called in the capture of a CUDA graph. ltx "
+                "compares what ranks issue, and reads their step summary, on the host; replays of a graph would leave "
+                "that out. Capture what computes alone: "
+                'ltx.data_parallel(torch.compile(loss, mode="reduce-overhead")).'
+            )
 
     def goes_on(self) -> bool:
         self._begin_call(lambda: "a training step")

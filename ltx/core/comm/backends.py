@@ -30,7 +30,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from ltx.core.base import private, traced
-from ltx.core.base.errors import PeerLostError, UnsupportedError
+from ltx.core.base.errors import PeerLostError
 from ltx.core.comm import ledger
 
 #: The backends whose waits block the host. A user may add others. All other backends order streams.
@@ -159,16 +159,6 @@ def to_device(made: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     # torch reuses this memory only when the copy is done.
     pinned = made if made.is_pinned() else torch.empty_like(made, pin_memory=True).copy_(made)
     return pinned.to(device, non_blocking=True)
-
-
-def refuse_capture(what: Callable[[], str]) -> None:
-    """Raise if the current stream records a CUDA graph now; `what` names the call, for the error."""
-    if private.capturing():
-        raise UnsupportedError(
-            f"{what()} was called in the capture of a CUDA graph. ltx compares what ranks issue, and reads their step "
-            "summary, on the host; replays of a graph would leave that out. Capture what computes alone: "
-            'ltx.data_parallel(torch.compile(loss, mode="reduce-overhead")).'
-        )
 
 
 def is_of_network(error: RuntimeError) -> bool:

@@ -153,13 +153,13 @@ def _all_to_all(group: dist.ProcessGroup, buffer: torch.Tensor, _: Arguments) ->
 
 def _ppermute(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
     out = torch.empty_like(buffer) if group.rank() in arguments[1::2] else torch.zeros_like(buffer)
-    return _routed(group, buffer.flatten(), arguments, _permuted_splits, out)
+    return _routed(group, buffer.flatten(), _pairs(arguments), out)
 
 
 def _gather(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
     size, taken, works = group.size(), [], []
     for given in _messages(group, buffer.flatten()):
-        sent, received = _gathered_splits(arguments, group.rank(), size, given.numel())
+        sent, received = _splits(_to_one(arguments, size), group.rank(), size, given.numel())
         taken.append(given.new_empty(sum(received)))
         works.append(dist.all_to_all_single(taken[-1], given, received, sent, group=group, async_op=True))
 
@@ -173,39 +173,39 @@ def _gather(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments
 
 def _scatter(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
     rows = buffer.reshape(group.size(), -1)
-    return _routed(group, rows, arguments, _scattered_splits, buffer.new_empty(buffer.shape[1:]))
+    return _routed(group, rows, _from_one(arguments, group.size()), buffer.new_empty(buffer.shape[1:]))
 
 
-def _routed(
-    group: dist.ProcessGroup, given: torch.Tensor, arguments: Arguments, splits: Splits, out: torch.Tensor
-) -> Started:
-    """All-to-all: send parts (or rows) of `given` to the ranks as `splits` say, and receive into `out`."""
+def _routed(group: dist.ProcessGroup, given: torch.Tensor, routes: Routes, out: torch.Tensor) -> Started:
+    """All-to-all: send parts (or rows) of `given` along `routes`, and receive into `out`."""
     works = []
     for part, taken in zip(_messages(group, given), _messages(group, out.flatten()), strict=True):
-        sent, received = splits(arguments, group.rank(), group.size(), taken.numel())
+        sent, received = _splits(routes, group.rank(), group.size(), taken.numel())
         flat = (taken[: sum(received)], part.reshape(-1)[: sum(sent)])
         works.append(dist.all_to_all_single(*flat, received, sent, group=group, async_op=True))
     return Works(works), out, as_it_is
 
 
-#: ``(arguments, rank, size, numel)`` -> how many elements `rank` sends to and gets from each rank.
-Splits = Callable[[Arguments, int, int, int], tuple[list[int], list[int]]]
+#: Pairs of ranks: (source, destination).
+Routes = set[tuple[int, int]]
 
 
-def _gathered_splits(arguments: Arguments, rank: int, size: int, numel: int) -> tuple[list[int], list[int]]:
-    sent = [numel if other == arguments[0] else 0 for other in range(size)]
-    return sent, [numel if rank == arguments[0] else 0] * size
+def _to_one(arguments: Arguments, size: int) -> Routes:
+    return {(rank, arguments[0]) for rank in range(size)}
 
 
-def _scattered_splits(arguments: Arguments, rank: int, size: int, numel: int) -> tuple[list[int], list[int]]:
-    received, sent = _gathered_splits(arguments, rank, size, numel)
-    return sent, received
+def _from_one(arguments: Arguments, size: int) -> Routes:
+    return {(arguments[0], rank) for rank in range(size)}
 
 
-def _permuted_splits(arguments: Arguments, rank: int, size: int, numel: int) -> tuple[list[int], list[int]]:
-    pairs = list(zip(arguments[::2], arguments[1::2], strict=True))  # source, destination
-    sent = [numel if (rank, other) in pairs else 0 for other in range(size)]
-    return sent, [numel if (other, rank) in pairs else 0 for other in range(size)]
+def _pairs(arguments: Arguments) -> Routes:
+    return set(zip(arguments[::2], arguments[1::2], strict=True))
+
+
+def _splits(routes: Routes, rank: int, size: int, numel: int) -> tuple[list[int], list[int]]:
+    """How many elements `rank` sends to, and gets from, each rank."""
+    sent = [numel if (rank, other) in routes else 0 for other in range(size)]
+    return sent, [numel if (other, rank) in routes else 0 for other in range(size)]
 
 
 #: The dtypes that have sums, products and extrema on every backend. Operations that only move data take any dtype.
@@ -249,14 +249,12 @@ def _all_to_all_in_graph(x: torch.Tensor, n: int, group: str, _: Arguments) -> A
     return _functional.all_to_all_single(x, parts, parts, group)
 
 
-def _routed_in_graph(
-    given: list[torch.Tensor], group: str, arguments: Arguments, splits: Splits, shape: tuple[int, ...]
-) -> torch.Tensor:
-    """The tensor of `shape` that arrives if `splits` say which ranks i are sent ``given[i]``; zeros if nothing arrives.
+def _routed_in_graph(given: list[torch.Tensor], group: str, routes: Routes, shape: tuple[int, ...]) -> torch.Tensor:
+    """The tensor of `shape` that arrives if ranks i on `routes` are sent ``given[i]``; zeros if nothing arrives.
 
     A rank that gets nothing is sent a filler, because Inductor would remove an empty exchange that peers wait for.
     """
-    sent, received = splits(arguments, _group_called(group).rank(), len(given), given[0].numel())
+    sent, received = _splits(routes, _group_called(group).rank(), len(given), given[0].numel())
     filler = given[0].new_zeros(1)
     parts = [part if count else filler for part, count in zip(given, sent, strict=True)]
     lengths, sizes = [max(count, 1) for count in received], [part.numel() for part in parts]
@@ -349,7 +347,7 @@ _ROWS = (
     Operation(
         "gather",
         _gather,
-        lambda x, n, group, to: _routed_in_graph([x.flatten()] * n, group, to, _gathered_splits, (n * x.numel(),)),
+        lambda x, n, group, to: _routed_in_graph([x.flatten()] * n, group, _to_one(to, n), (n * x.numel(),)),
         bytes_sent=lambda nbytes, n: nbytes,
         result_shape=lambda shape, n: (n, *shape),
         moves=True,
@@ -357,7 +355,7 @@ _ROWS = (
     Operation(
         "scatter",
         _scatter,
-        lambda x, n, group, to: _routed_in_graph([*x.reshape(n, -1)], group, to, _scattered_splits, (x.numel() // n,)),
+        lambda x, n, group, to: _routed_in_graph([*x.reshape(n, -1)], group, _from_one(to, n), (x.numel() // n,)),
         result_shape=lambda shape, n: tuple(shape[1:]),
         moves=True,
     ),
@@ -365,7 +363,7 @@ _ROWS = (
     Operation(
         "ppermute",
         _ppermute,
-        lambda x, n, group, to: _routed_in_graph([x.flatten()] * n, group, to, _permuted_splits, x.shape),
+        lambda x, n, group, to: _routed_in_graph([x.flatten()] * n, group, _pairs(to), x.shape),
         bytes_sent=lambda nbytes, n: nbytes,
         messages=lambda n: 1,
         moves=True,

@@ -203,13 +203,7 @@ def _placed(out_dims: Any, output: Tree, leaves: list[Any], level: int) -> list[
 
     And the paths of leaves whose entry is None though they have a value for each rank.
     """
-    if out_dims is None or is_whole(out_dims):
-        dims: list[int | None] = [out_dims] * len(leaves)
-    else:
-        dims = _entries("out_dims", out_dims, output)
-    for dim in dims:
-        if dim is not None and not is_whole(dim):
-            raise AxisError(f"out_dims must be an int, None or a tree of them, got {shown(dim)}.")
+    dims = _entries("out_dims", out_dims, output)
     if torch.compiler.is_compiling():
         _let_ask()
     differ = [
@@ -271,20 +265,19 @@ def _broadcast_dims(in_dims: Any, args: tuple[Any, ...]) -> list[int | None]:
         raise AxisError(f"in_dims has {len(in_dims)} entries for {len(args)} arguments.")
     dims: list[int | None] = []
     for dim, arg in zip(in_dims, args, strict=True):
-        if dim is None or is_whole(dim):
-            dims.extend([dim] * len(tree.flatten(arg)[0]))
-        elif isinstance(dim, bool | float | str | torch.Tensor):
-            hint = f" A name is axis_name={dim!r}." if isinstance(dim, str) else ""
-            raise AxisError(f"in_dims must be an int, None or a tree of them, got {shown(dim)}.{hint}")
-        else:
-            dims.extend(_entries("in_dims", dim, arg))
+        dims.extend(_entries("in_dims", dim, arg))
     return dims
 
 
-def _entries(what: str, prefix: Any, whole: Tree) -> list[Any]:
+def _entries(what: str, prefix: Any, whole: Tree) -> list[int | None]:
     """The leaves of `prefix`, a prefix of the tree `whole`, each repeated for all leaves of `whole` under it."""
-    dims: list[Any] = []
-    tree.flatten(prefix)
+    if prefix is None or is_whole(prefix):
+        return [prefix] * len(tree.flatten(whole)[0])
+    dims: list[int | None] = []
+    for dim in tree.flatten(prefix)[0]:
+        if dim is not None and not is_whole(dim):
+            hint = f" A name is axis_name={dim!r}." if isinstance(dim, str) else ""
+            raise AxisError(f"{what} must be an int, None or a tree of them, got {shown(dim)}.{hint}")
     try:
         optree.tree_map_(
             lambda dim, sub: dims.extend([dim] * len(tree.flatten(sub)[0])),
@@ -318,8 +311,6 @@ def _mapped_size(name: str, given: int | None, leaves: list[Any], dims: list[int
         traced.refuse_script()  # torch.jit.trace gives sizes as tensors
         tree.check_dense([leaf for leaf, _ in mapped], [leaf for leaf, _ in mapped], f"axis {name!r}: mapped arguments")
     for leaf, dim in mapped:
-        if not is_whole(dim):
-            raise AxisError(f"axis {name!r}: in_dims must hold ints and None, got {shown(dim)}.")
         if leaf.ndim == 0:
             raise AxisError(
                 f"axis {name!r}: a 0-dim tensor has no dimension to map over; use in_dims=None for it, or stack one "
