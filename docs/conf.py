@@ -167,10 +167,11 @@ def listed_names() -> set[str]:
 
 
 def linked(app: Any, doctree: nodes.document) -> None:
-    """`ltx.psum(x)` in a page's text links to the page of that name. Names in code are sphinx_codeautolink's business."""
+    """`ltx.psum(x)` in a page's text links to the page of that name. sphinx_codeautolink does it for names in code."""
     for node in [*doctree.findall(nodes.literal)]:
         name = re.match(r"[\w.]*", node.astext()).group()  # type: ignore[union-attr]
-        if name in listed_names() and not isinstance(node.parent, (nodes.title, nodes.reference, addnodes.pending_xref)):
+        linked_already = isinstance(node.parent, nodes.title | nodes.reference | addnodes.pending_xref)
+        if name in listed_names() and not linked_already:
             options = {"refdomain": "py", "reftype": "obj", "reftarget": name, "refdoc": app.env.docname}
             node.replace_self(addnodes.pending_xref("", node.deepcopy(), **options))
 
