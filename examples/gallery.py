@@ -21,6 +21,7 @@ PICTURES = {
     "clip": ("loss", "step"),
     "fedavg": ("loss over all clients", "turn"),
     "hessian_spectrum": ("eigenvalue", "number"),
+    "kfac": ("loss over all samples", "step"),
     "compare_hooks": ("loss", "step"),
 }
 SHARED = {"shard_gpt": "train_gpt"}  # the twins of others

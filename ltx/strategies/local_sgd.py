@@ -11,7 +11,7 @@ all ranks first train together for some steps.
 Stich, "Local SGD converges fast and communicates little", ICLR 2019; Lin, Stich, Patel and Jaggi, "Don't use large
 mini-batches, use local SGD", ICLR 2020 (post-local and hierarchical). T is `warmup_steps`, H is `period`. The schedules
 are those of torch.distributed's PeriodicModelAverager and HierarchicalModelAverager, which also count steps from 0 and
-average after the update.
+average after the update. With `at_end`, t + 1 stands for t in the conditions of averages.
 """
 
 from __future__ import annotations
@@ -59,6 +59,9 @@ class LocalSGDStrategy(Strategy):
         subgroup: the number of ranks of a node; these are contiguous on the axis.
         comm_hook: how gradients are sent during the warm-up: "allreduce", "fp16", "bf16", or a hook from
             :mod:`ltx.hooks`. Means within nodes and of parameters are exact, in the dtype of what is averaged.
+        at_end: each period ends with its average, as a round of FedAvg does: with ``period=5``, after 5 steps, 10 and
+            so on, so that training for 10 ends with equal parameters. By default it begins with it, as torch's does:
+            after 1 step, 6 and 11.
         bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`Strategy`.
 
     Raises:
@@ -87,6 +90,7 @@ class LocalSGDStrategy(Strategy):
     warmup_steps: int = 0
     subgroup: int | None = None
     comm_hook: str | hooks.CommHook = EXACT
+    at_end: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,6 +108,7 @@ class LocalSGDStrategy(Strategy):
         if self.subgroup is not None:
             arguments.check_whole(self, 2, "subgroup")
         resolve_hook(self, "comm_hook")
+        arguments.check_fields(self, StrategyError, "at_end")
 
     def hook(self, step: int) -> hooks.CommHook | None:
         if step < self.warmup_steps:
@@ -137,6 +142,7 @@ class LocalSGDStrategy(Strategy):
         """The size of the groups of `ranks` that average parameters after the update of `step`; 1 for no average."""
         if step < self.warmup_steps or ranks == 1:
             return 1
+        step += self.at_end
         if isinstance(self.period, int):
             return ranks if (step - self.warmup_steps) % self.period == 0 else 1
         return next((size for period, size in reversed(cast(Levels, self.period)) if step % period == 0), 1)

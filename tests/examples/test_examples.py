@@ -36,6 +36,7 @@ TWINS = {
     "clip": (20, 1e-4),
     "fedavg": (5, 1e-4),
     "hessian_spectrum": (30, 1e-6),
+    "kfac": (10, 1e-8),
     "compare_hooks": (10, 1e-4),
 }
 SHARED = {"shard_gpt": "train_gpt"}  # the twins of others

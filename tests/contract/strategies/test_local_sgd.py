@@ -53,6 +53,15 @@ def test_the_schedule_is_that_of_torchs_averager(_: int, seed: int, monkeypatch:
         assert (mine.hook(step) is None) == (ddp.hook(step) is None) == (step >= warmup)
 
 
+def test_at_end_averages_one_step_earlier() -> None:
+    for period, warmup in ((3, 0), (3, 2), (1, 1), ({2: 2, 4: 4, 8: 8}, 0), ({2: 4, 3: 8}, 5)):
+        first, last = ltx.LocalSGDStrategy(period, warmup), ltx.LocalSGDStrategy(period, warmup, at_end=True)
+        assert [last.group(step, 8) for step in range(warmup, 30)] == [
+            first.group(step + 1, 8) for step in range(warmup, 30)
+        ]
+        assert [last.group(step, 8) for step in range(warmup)] == [1] * warmup
+
+
 @pytest.mark.parametrize("period", [3, {2: 2, 4: 4, 8: 8}, {2: 4, 3: 8}, {4: 2, 6: 8}])
 @pytest.mark.parametrize("warmup", [0, 5])
 def test_the_cycle_is_how_often_the_schedule_repeats(period: Any, warmup: int) -> None:
@@ -172,6 +181,12 @@ def test_local_steps_send_nothing_and_periods_send_the_parameters_once(n: int, r
     assert all("bucket 0" in [label for label, _ in step] for step in issued[:2])
     assert losses[:2] == results.rank(1)[2][:2]
     assert all(mine != other for mine, other in zip(losses[2:], results.rank(1)[2][2:], strict=True))
+
+
+def test_at_end_ten_steps_of_period_five_end_with_equal_replicas(ranks: Ranks) -> None:
+    results = ranks(2).run(sent, ltx.LocalSGDStrategy(5, at_end=True), 10)
+    assert [step for step, events in enumerate(results.rank(0)[1], 1) if events] == [5, 10]
+    assert_same_bits(results.rank(0)[0], results.rank(1)[0])
 
 
 def test_gradients_stay_within_nodes(ranks: Ranks) -> None:

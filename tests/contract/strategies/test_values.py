@@ -130,6 +130,7 @@ BAD: list[tuple[Callable[..., ltx.Strategy], str, str, str, list[Any]]] = [
     (Local, "LocalSGDStrategy", "warmup_steps", WHOLE.format(0), [-1]),
     (Local, "LocalSGDStrategy", "subgroup", WHOLE.format(2), [1]),
     (Local, "LocalSGDStrategy", "comm_hook", SHORT, ["fp17"]),
+    (Local, "LocalSGDStrategy", "at_end", "bool", [1]),
     (Outer, "DiLoCoStrategy", "period", BYTES, [0]),
     (Outer, "DiLoCoStrategy", "fragments", BYTES, [0]),
     (Outer, "DiLoCoStrategy", "fragments", "at most the period, 4, as one is sent at a time", [5]),
