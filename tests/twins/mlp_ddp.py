@@ -24,8 +24,7 @@ for epoch in range(3):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    mean = loss.detach()
-    dist.all_reduce(mean, dist.ReduceOp.AVG if dist.get_backend() == "nccl" else dist.ReduceOp.SUM)
+    dist.all_reduce(mean := loss.detach())
     if rank == 0:
         print(f"epoch {epoch}: loss {mean.item() / size:.5f}")
 dist.destroy_process_group()
