@@ -20,7 +20,7 @@ def code(name: str) -> list[str]:
     return [line for line in (TWINS / f"{name}.py").read_text(encoding="utf-8").splitlines()[1:] if line.strip()]
 
 
-@pytest.mark.parametrize(("name", "most"), [("mlp", 8), ("gpt2", 16)])
+@pytest.mark.parametrize(("name", "most"), [("mlp", 8), ("gpt2", 16), ("gan", 14)])
 def test_few_lines_are_new(name: str, most: int) -> None:
     told = list(difflib.unified_diff(code(f"{name}_ddp"), code(f"{name}_ltx"), n=0))[2:]
     new, gone = (sum(line.startswith(sign) for line in told) for sign in "+-")
@@ -30,7 +30,7 @@ def test_few_lines_are_new(name: str, most: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt2", marks=needs("transformers"))])
+@pytest.mark.parametrize("name", ["mlp", "gan", pytest.param("gpt2", marks=needs("transformers"))])
 def test_they_print_the_same(name: str, tmp_path: Path) -> None:
     """The second time they go on from what the first has saved, where they save."""
 
