@@ -12,7 +12,7 @@ import pytest
 
 from tests.needs import needs
 
-TWINS = Path(__file__).parent.parent / "twins"
+TWINS = Path(__file__).parents[2] / "examples" / "from_ddp"
 
 
 def code(name: str) -> list[str]:
@@ -38,7 +38,7 @@ def test_they_print_the_same(name: str, tmp_path: Path) -> None:
         launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         done = subprocess.run(
             [*launched, str(TWINS / f"{name}_{kind}.py"), str(tmp_path / kind)],
-            env=os.environ | {"PYTHONPATH": str(TWINS.parent.parent), "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"PYTHONPATH": str(TWINS.parents[1]), "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
             timeout=100,
