@@ -4,6 +4,7 @@ What tests share travels to the workers by value: test directories aren't instal
 """
 
 import cloudpickle
+
 from tests.twins import cases, feedback, phases, training
 
 for module in (cases, feedback, phases, training):

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from tests.twins.cases import Params
 from torch import Tensor
 
 import ltx
 from ltx import hooks
+from tests.twins.cases import Params
 
 
 @dataclass(frozen=True)

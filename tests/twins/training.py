@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from tests.twins.cases import MLP, Params, params_of, plain_step, seeded
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
@@ -16,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ltx
 from ltx.optim import TorchState
 from tests.train_on import go_on, loop_of_torch
+from tests.twins.cases import MLP, Params, params_of, plain_step, seeded
 
 STEPS = 50
 LR = 1e-2
