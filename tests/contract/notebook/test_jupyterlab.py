@@ -54,6 +54,10 @@ CELLS = {
     "with ltx.profile.record() as trace:\n    state, metrics = train(state)\n"
     "display(train, state, metrics)\nltx.profile.timeline([trace])",
     "error": "%%ltx\ndef f():\n    raise ValueError('no such luck')\nf()",
+    "notebook": "import time\nfactor = 3\ndef scaled(x):\n    return factor * x",
+    "names": "%%ltx\nprint('scaled', scaled(rank))",
+    "forever": "%%ltx\nprint('begun')\nwhile True:\n    time.sleep(0.01)",
+    "after": "%%ltx\nprint('still here', rank)",
 }
 
 
@@ -120,13 +124,17 @@ def test_cells_in_a_browser(url: str, page: Any, tmp_path: Path) -> None:
     page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").wait_for()
     outputs = {name: cells.nth(at).locator(".jp-Cell-outputArea") for at, name in enumerate(CELLS)}
     prompts = [cells.nth(at).locator(".jp-InputPrompt") for at in range(len(CELLS))]
-    for at, prompt in enumerate(prompts):
+    for at, (name, prompt) in enumerate(zip(CELLS, prompts, strict=True)):
         for _ in range(5):  # on a busy machine JupyterLab may not listen yet, and forgets the key
             cells.nth(at).locator(".cm-content").click()
             page.keyboard.press("Shift+Enter")
             with contextlib.suppress(AssertionError):
                 playwright.expect(prompt).not_to_have_text("[ ]:", timeout=15_000)
                 break
+        if name == "forever":
+            playwright.expect(outputs[name]).to_contain_text("begun", timeout=LIMIT_MS)
+            for key in ("Escape", "i", "i"):  # JupyterLab's Ctrl-C
+                page.keyboard.press(key)
         playwright.expect(prompt).to_have_text(f"[{at + 1}]:", timeout=LIMIT_MS)  # it has [*]: while it runs
     playwright.expect(outputs["error"]).to_contain_text("ValueError: no such luck")
     page.screenshot(path=tmp_path / "cells.png")
@@ -142,9 +150,9 @@ def test_cells_in_a_browser(url: str, page: Any, tmp_path: Path) -> None:
     assert outputs["figure"].locator("img").evaluate("image => image.naturalWidth") > 100
     for name, images in {"curve": 1, "cleared": 2, "values": 2}.items():
         assert outputs[name].locator("img").count() == images, texts[name]
-    assert re.search(r"steps \|#+\| 4/4 .*loss=0.25", texts["curve"]), texts["curve"]
+    assert re.search(r"steps \|█+\| 4/4 .*loss=0.25", texts["curve"]), texts["curve"]
     assert outputs["live"].locator("tbody tr").count() == outputs["live"].locator("svg polyline").count() == 2
-    assert re.search(r"live \|#+\| 4/4 .*loss=0.25, wait=", texts["live"]), texts["live"]
+    assert re.search(r"live \|█+\| 4/4 .*loss=0.25, wait=", texts["live"]), texts["live"]
     assert sorted(re.findall(r"step \d", texts["cleared"])) == ["step 2", "step 2"], texts["cleared"]
     assert len(re.findall(r"epochs: 100%.* 2/2 ", texts["bars"])) == 1, texts["bars"]
     assert "steps" not in texts["bars"]
@@ -152,3 +160,8 @@ def test_cells_in_a_browser(url: str, page: Any, tmp_path: Path) -> None:
     assert re.search(r'File "Cell In\[11\]", line 4, in <module>\s+f\(\)', texts["error"]), texts["error"]
     assert re.search(r"line 3, in f\s+raise ValueError\('no such luck'\)", texts["error"]), texts["error"]
     assert "ltx/" not in texts["error"]
+    assert sorted(texts["names"].strip().split("\n")) == ["[rank 0] scaled 0", "[rank 1] scaled 3"], texts["names"]
+    assert "CallInterruptedError: Cell In[14] was interrupted" in texts["forever"], texts["forever"]
+    assert sorted(texts["after"].strip().split("\n")) == ["[rank 0] still here 0", "[rank 1] still here 1"], texts[
+        "after"
+    ]
