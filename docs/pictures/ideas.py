@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import matplotlib.pyplot as plt
 from drawing import BLUE, GREEN, INK, ORANGE, PAPER, RED, SOFT, arrow, box, canvas, main, words
 from matplotlib.axes import Axes
@@ -222,5 +224,29 @@ def hang() -> None:
     words(axes, 50, 4.5, "with both lines, after some four seconds", size=8.5, color=RED)
 
 
+def step() -> None:
+    """A step: identities on the way down, and on the way up what their transposes do."""
+    drawn = canvas(4.4)
+    words(drawn, 20, 101, "forward", weight="bold")
+    words(drawn, 68, 101, "backward", weight="bold")
+    rows = [
+        ("params", "update: the next params", ORANGE),
+        ("fence", "wait for all buckets", GREEN),
+        ("buckets", "start a bucket's sum over ranks\nonce its gradients are there", GREEN),
+        ("your function", "gradients, the last layer's first", BLUE),
+        ("tie", "zeros for what has no gradient", SOFT),
+        ("loss", "1", SOFT),
+    ]
+    places = [91 - 16.5 * row for row in range(len(rows))]
+    for y, (there, back, edge) in zip(places, rows, strict=True):
+        box(drawn, 20, y, 34, 10, there, edge=edge)
+        box(drawn, 68, y, 58, 10, back, edge=edge, size=8)
+    for above, below in pairwise(places):
+        arrow(drawn, (20, above - 5), (20, below + 5))
+        arrow(drawn, (68, below + 5), (68, above - 5))
+    arrow(drawn, (37, places[-1]), (39, places[-1]))
+    words(drawn, 14, places[1] - 8.2, "mark", size=8, color=SOFT)
+
+
 if __name__ == "__main__":
-    main({f.__name__: f for f in (landing, cell, axes, collectives, state, strategies, hang)})
+    main({f.__name__: f for f in (landing, cell, axes, collectives, state, strategies, hang, step)})
