@@ -102,9 +102,10 @@ class Layout:
         for part in _hooks_in((*vars(strategy).values(), *ahead)) if split and axis.size > 1 else ():
             lossy = not (part.exact or part.elementwise)
             if part.needs_whole or (lossy and beside):
+                whose = "" if str(part) in str(strategy) else f" of {strategy}"
                 among = "" if part.needs_whole else f", and leaf {beside[0]!r}, which they share, is beside it"
                 raise UnsupportedError(
-                    f"leaf {split[0]!r} is a DTensor, split over ranks{among}. What {part} of {strategy} makes of a "
+                    f"leaf {split[0]!r} is a DTensor, split over ranks{among}. What {part}{whose} makes of a "
                     "number depends on others: use ltx.hooks.FP16() or BF16()"
                     f"{', or place all parameters alike' if among else ''}."
                 )

@@ -24,8 +24,8 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    ".": Size(1745, 10),
-    "all": Size(39849, 170),
+    ".": Size(1746, 10),
+    "all": Size(39850, 170),
     "checkpoint": Size(1512, 7),
     "core": Size(1, 1),
     "core/base": Size(2359, 14),
