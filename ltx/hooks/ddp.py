@@ -301,9 +301,10 @@ class ToTorch:
                 f"default; got {type(group).__name__}."
             )
         axis = comm.resolve(dist.group.WORLD if group is None else group)
-        pending = Pending(axis.comm)
+        on = cast(comm.AxisComm, axis.comm)
+        pending = Pending(on)
         pending.enter()
-        axis.comm.passes.begin()
+        on.passes.begin()
         return _Pass(axis, pending)
 
     def _launch(self, now: _Pass, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
