@@ -68,7 +68,7 @@ def put_back(path: Path) -> None:
             continue
         aside, final = path / name, path / set_aside[1]
         if final.exists():  # replaced: the old one mustn't come back if the new one is removed
-            _remove(aside)
+            remove(aside)
             continue
         try:
             os.rename(aside, final)
@@ -137,7 +137,7 @@ def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
                 os.kill(int(made_by["pid"]), 0)
             except OSError as error:
                 if error.errno == errno.ESRCH:
-                    discard(final.parent / name)
+                    remove(final.parent / name)
 
 
 def prune(path: Path, keep: int, committed: int, run: str) -> None:
@@ -151,20 +151,18 @@ def prune(path: Path, keep: int, committed: int, run: str) -> None:
             if step < committed and run_of(step_path(path, step)) == run:
                 before.append(step)
     for step in before[keep - 1 :]:
-        _remove(step_path(path, step))
+        remove(step_path(path, step))
 
 
-def _remove(directory: Path) -> None:
-    """Remove a visible directory. Hide it by a rename first, since a half-removed one would look incomplete."""
+def remove(directory: Path) -> None:
+    """Remove a directory, as far as that is possible.
+
+    It gets a hidden name first: half removed, a checkpoint would look damaged, and a peer might still write into it.
+    """
     going = hidden(directory.parent, "old")
     with suppress(OSError):  # another has removed it
         os.rename(directory, going)
-    discard(going)
-
-
-def discard(directory: Path) -> None:
-    """Remove a hidden directory, as far as that is possible."""
-    shutil.rmtree(directory, ignore_errors=True)
+    shutil.rmtree(going, ignore_errors=True)
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def _on_all_or_none(together: Together, temporary: list[Path]) -> Iterator[None]
     except BaseException:
         together.let_go()
         for path in temporary if together.rank == 0 else ():
-            directory.discard(path)
+            directory.remove(path)
         raise
 
 

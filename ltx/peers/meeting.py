@@ -16,6 +16,7 @@ from ltx.core.base.errors import LtxError, PeerLostError, WorldError
 from ltx.core.comm.backends import look_out
 from ltx.core.comm.passes import Failed
 from ltx.core.comm.store_exchange import StoreExchange, TimeoutStore, poll_until
+from ltx.core.world.groups import HERE
 from ltx.core.world.launchers import UNSURE
 from ltx.core.world.placement import Placement
 from ltx.core.world.world import World
@@ -101,10 +102,10 @@ class Meeting(Watched):
         Raises WorldError if ranks disagree on their number, TimeoutError if some don't come.
         """
         world, here = self.world, dict[int, tuple[int, Any]]()
-        self._store.append("here", f"{json.dumps([world.rank, world.size, own])}\n")
+        self._store.append(HERE, f"{json.dumps([world.rank, world.size, own])}\n")
 
         def all_are_here() -> bool:
-            lines = self._store.get("here").splitlines() if self._store.check(["here"]) else []
+            lines = self._store.get(HERE).splitlines() if self._store.check([HERE]) else []
             here.update((rank, (size, its)) for rank, size, its in map(json.loads, lines))
             if len({size for size, _ in here.values()}) > 1:
                 told = "; ".join(f"rank {rank} says {size}" for rank, (size, _) in sorted(here.items()))

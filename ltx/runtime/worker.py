@@ -33,8 +33,8 @@ from ltx.core import comm
 from ltx.core.comm.pickling import KEY
 from ltx.core.ranks.axis import set_world_axes
 from ltx.core.world.failures import LTX_HOME
-from ltx.core.world.groups import loopback_store
-from ltx.core.world.init import init, renew
+from ltx.core.world.groups import loopback_store, next_is_begun
+from ltx.core.world.init import again, init, renew
 from ltx.core.world.launchers import POOL_VARIABLE
 from ltx.core.world.placement import LOOPBACK
 from ltx.core.world.world import abandon, accelerators, calls, forget, go_on, process
@@ -186,9 +186,10 @@ class _WorkerLoop:
         """
         watcher, ranks = self.counted(number), [*range(int(os.environ["WORLD_SIZE"]))]
         while number and watcher is not None and self.inbox.empty():
-            if watcher.failed() and process.session is not None:  # the busy workers may begin a new world
+            # Busy workers may begin a new world in the call. If the call merely fails, the driver has one made.
+            if process.session is not None and next_is_begun():
                 try:
-                    init()
+                    again(process.session)
                 except LtxError:
                     return
                 watcher = self.counted(number)

@@ -7,11 +7,14 @@ can be given up; torch's own calls block until the store answers.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -207,15 +210,25 @@ class StoreExchange:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self.begun = 0  # the number of places that :meth:`new_place` has returned
         self._threads: list[threading.Thread] = []
+        self._folder = Path()  # of the file, for an exchange in a file
 
     def in_file(self, file: Path) -> StoreExchange:
         """An exchange of the same ranks in a file that all of them see. The last rank to close the file removes it."""
         # it has the same methods
         store = cast(TimeoutStore, FileStore(str(file), self.size - len(self._lost())))
-        return StoreExchange(store, self.rank, self.size, self.timeout_s, self._lost)
+        exchange = StoreExchange(store, self.rank, self.size, self.timeout_s, self._lost)
+        exchange._folder = file.parent
+        return exchange
 
     def close(self) -> None:
-        del self._store
+        """End the exchange in a file. One rank after another: of two at a time, FileStore lets neither be the last."""
+        folder = os.open(self._folder, os.O_RDONLY)
+        try:
+            with suppress(OSError):  # not every file system locks directories; then a later checkpoint removes the file
+                fcntl.flock(folder, fcntl.LOCK_EX)
+            del self._store
+        finally:
+            os.close(folder)
 
     def new_place(self) -> str:
         """A new place. It is the same on all ranks that have called this equally often."""

@@ -37,6 +37,9 @@ from ltx.core.ranks.axis import Axis
 from ltx.core.world.placement import LOOPBACK, Placement
 from ltx.core.world.world import World, process, world_of
 
+#: The key in the store of a world that is being made at which its ranks say that they have come.
+HERE = "here"
+
 _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
 #: The sizes of a world's axes by name, outermost first.
@@ -79,7 +82,7 @@ def make_group(
                 store = PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
             process.stores[placement] = store
         store.set_timeout(timeout)
-        world_store = PrefixStore(f"ltx/{process.worlds}", store)
+        world_store = _store_of_world(process.worlds, store)
         # A rank makes its three connections to the store before its peers hear of it. This connection is only for
         # torch, in this world: it is abandoned if gloo still waits on it at the end.
         apart = world_store.clone()  # type: ignore[attr-defined]
@@ -118,6 +121,15 @@ def make_group(
     undo.callback(_destroy, dist.group.WORLD, dist.group.WORLD)
     meeting.watch(c10d._get_default_store())
     return meeting
+
+
+def _store_of_world(number: int, store: Store) -> Store:
+    return PrefixStore(f"ltx/{number}", store)
+
+
+def next_is_begun() -> bool:
+    """Whether a peer makes the world after this one already."""
+    return any(_store_of_world(process.worlds + 1, store).check([HERE]) for store in process.stores.values())
 
 
 def _refuse_shared_devices(exchange: StoreExchange, world: World) -> None:

@@ -142,9 +142,9 @@ def init(
             )
         session = None
         forget()
-    again = session is not None and comm.has_failed(of_peers=True)
-    if session is not None and again:
-        session = process.session = _again(session)
+    has_failed = session is not None and comm.has_failed(of_peers=True)
+    if session is not None and has_failed:
+        session = again(session)
     if session is None:
         session = process.session = _start(asked)
         note_uncaught(abandon)
@@ -161,7 +161,7 @@ def init(
                     f"rank {session.world.rank}: ltx.init was called before with {name}={old!r} and now with "
                     f"{name}={new!r}. Call ltx.shutdown() on every rank first, or use the same {name}."
                 )
-        session.holds += not again
+        session.holds += not has_failed
     return session.world
 
 
@@ -180,8 +180,8 @@ def renew(count: int) -> None:
     process.session = _start(settings)
 
 
-def _again(old: Session) -> Session:
-    """A new world with the settings of `old`, which an exception has ended. Who holds the old one holds the new one."""
+def again(old: Session) -> Session:
+    """Make a new world as `old`, which an exception has ended. Who holds the old one holds the new one."""
     if old.world.launcher == "user":
         raise WorldError(
             f"rank {old.world.rank}: an exception has ended this world, whose process group was initialised before "
@@ -200,7 +200,8 @@ def _again(old: Session) -> Session:
     shutdown()
     with looking_out(look):
         new = _start(old.settings)
-    return replace(new, holds=old.holds, before=(*old.before, old.world))
+    process.session = replace(new, holds=old.holds, before=(*old.before, old.world))
+    return process.session
 
 
 def to_device(tree: Tree) -> Tree:

@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,38 @@ def test_a_worker_that_waits_for_one_that_is_not_in_the_call(left_out: bool, ran
         CallFailedError, match=r"wait for each other: ranks? 0.*: the call's end, as it isn't in it any"
     ):
         pool.run_on(1, run) if left_out else pool.run(run)
+    assert pool.run(lambda: float(ltx.psum(torch.ones(())))).replicated() == 3
+
+
+def test_a_worker_that_hears_of_a_failure_before_the_call_has_failed(ranks: Ranks) -> None:
+    """It began a new world, in which no other came to meet it."""
+
+    def run() -> None:
+        if int(ltx.axis_index()) > 0:
+            try:
+                ltx.psum(torch.ones(3))
+            finally:
+                if int(ltx.axis_index()) == 2:
+                    time.sleep(1.5)  # longer than it takes to hear that rank 1 has failed
+
+    pool = ranks(3)
+    with pytest.raises(CallFailedError, match="wait for each other"):
+        pool.run(run)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert pool.run(lambda: float(ltx.psum(torch.ones(())))).replicated() == 3
+
+
+def test_a_worker_that_is_not_in_the_call_joins_a_new_world(ranks: Ranks) -> None:
+    def run() -> int:
+        if int(ltx.axis_index()) > 0:
+            with pytest.raises(LtxError, match="wait for each other"):
+                ltx.psum(torch.ones(3))
+            ltx.init()
+        return ltx.world().size
+
+    pool = ranks(3)
+    assert pool.run(run).replicated() == 3
     assert pool.run(lambda: float(ltx.psum(torch.ones(())))).replicated() == 3
 
 
