@@ -65,10 +65,9 @@ Modules. The names listed here are stable.
   ``sees_loss``, a state with another count of steps, and whether it takes the loss; ``ClipByGlobalNorm``, of which a
   strategy replaces ``norm`` if ranks have parts of the gradients.
 * :mod:`collectives`: ``Rule``, which defines a collective: what is sent, the result, and the derivative; ``collective``
-  applies it to a tree of tensors, on processes, on simulated ranks and in graphs; ``one_message`` decorates a function
-  that calls it once: peers learn of its errors, ``async_`` accepts it. ``wide``: the dtype in which numbers are summed,
-  float32 at least. ``told`` gives every rank's host a few integers of every rank; ``Halving`` is a rank's part of the
-  adaptive sum (:func:`ltx.adasum`).
+  applies it to a tree of tensors, on processes, on simulated ranks and in graphs; ``counted`` decorates a function
+  that calls it: peers learn of its errors. ``wide``: the dtype in which numbers are summed, float32 at least. ``told``
+  gives every rank's host a few integers of every rank; ``Halving`` is a rank's part of :func:`ltx.adasum`.
 * :mod:`comm`: the communication of an axis of processes, for code that issues collectives like ``to_torch``:
   ``resolve``, ``AxisComm``, ``Signature``, ``to_device``; ``as_bytes``, ``view_as``, a tensor's bits as another
   dtype's, under vmap too; ``HOST_BLOCKING``, the names of backends whose waits block the host: add yours if it is one.

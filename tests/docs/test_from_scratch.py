@@ -40,9 +40,9 @@ def of_page(names: dict[str, Any], **buckets: Any) -> SimpleNamespace:
     )
     optimizer = names["sgd"](LR, MOMENTUM)
 
-    def trained(x: Any, y: Any) -> Any:
+    def trained(params: Any, x: Any, y: Any) -> Any:
         train = names["train_step"](step, optimizer)
-        state: Any = PARAMS, {}, optimizer.init(PARAMS)
+        state: Any = params, {}, optimizer.init(params)
         for _ in range(STEPS):
             state, loss = train(state, x, y)
         return state[0], loss
@@ -59,8 +59,8 @@ def of_ltx() -> SimpleNamespace:
     optimizer = ltx.optim.from_torch(torch.optim.SGD, lr=LR, momentum=MOMENTUM, fused=False)  # fused rounds less often
     train = ltx.train_step(step, optimizer)
 
-    def trained(x: Any, y: Any) -> Any:
-        state = train.init(PARAMS)
+    def trained(params: Any, x: Any, y: Any) -> Any:
+        state = train.init(params)
         for _ in range(STEPS):
             state, metrics = train(state, x, y)
         return dict(state.params), metrics.loss
@@ -70,7 +70,7 @@ def of_ltx() -> SimpleNamespace:
     )
 
 
-def computed(by: SimpleNamespace, x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
+def computed(by: SimpleNamespace, start: Any, x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
     """Everything under every transform, on one rank."""
     found: dict[str, Any] = {}
     given = x[:2]  # as many rows as ranks
@@ -82,18 +82,18 @@ def computed(by: SimpleNamespace, x: torch.Tensor, y: torch.Tensor) -> dict[str,
         found[name] = getattr(by, name)(given), grad(f)(given), jvp(f, (given,), (given.cos(),))
         found[f"{name}, twice"] = grad(lambda v, f=f: grad(f)(v).sum())(given), jvp(grad(f), (given,), (given.cos(),))
         found[f"{name}, vmap"] = vmap(grad(f), in_dims=2)(torch.stack([given, 2 * given], 2))
-    found["step"] = grad_and_value(by.step)(PARAMS, x, y)
-    found["step, jvp"] = jvp(lambda params: by.step(params, x, y), (PARAMS,), (PARAMS,))
-    found["step, curvature"] = jvp(lambda params: grad(by.step)(params, x, y), (PARAMS,), (PARAMS,))
+    found["step"] = grad_and_value(by.step)(start, x, y)
+    found["step, jvp"] = jvp(lambda params: by.step(params, x, y), (start,), (start,))
+    found["step, curvature"] = jvp(lambda params: grad(by.step)(params, x, y), (start,), (start,))
     found["step, third"] = jvp(
-        lambda params: jvp(lambda inner: grad(by.step)(inner, x, y), (params,), (PARAMS,))[1], (PARAMS,), (PARAMS,)
+        lambda params: jvp(lambda inner: grad(by.step)(inner, x, y), (params,), (start,))[1], (start,), (start,)
     )
-    found["step, twice"] = grad(lambda params: grad(by.step)(params, x, y)["0.weight"].square().sum())(PARAMS)
+    found["step, twice"] = grad(lambda params: grad(by.step)(params, x, y)["0.weight"].square().sum())(start)
     found["step, models"] = vmap(grad(by.step), in_dims=(0, None, None))(
-        {name: torch.stack([value, value + 1]) for name, value in PARAMS.items()}, x, y
+        {name: torch.stack([value, value + 1]) for name, value in start.items()}, x, y
     )
-    found["step, samples"] = vmap(grad(by.step), in_dims=(None, 0, 0))(PARAMS, x[:, None], y[:, None])
-    found["trained"] = by.trained(x, y)
+    found["step, samples"] = vmap(grad(by.step), in_dims=(None, 0, 0))(start, x[:, None], y[:, None])
+    found["trained"] = by.trained(start, x, y)
     return found
 
 
@@ -112,7 +112,7 @@ def on_a_rank(buckets: dict[str, Any]) -> dict[str, float]:
     names = page()
     with ltx.init() as world, names["processes"]():
         x, y = X[world.rank], Y[world.rank]
-        return differences(computed(of_page(names, **buckets), x, y), computed(of_ltx(), x, y))
+        return differences(computed(of_page(names, **buckets), PARAMS, x, y), computed(of_ltx(), PARAMS, x, y))
 
 
 @pytest.mark.parametrize("buckets", [{}, {"limit": 200}], ids=["one mark", "buckets"])
@@ -122,8 +122,10 @@ def test_on_two_processes_it_gives_the_bits_of_ltx(buckets: dict[str, Any], rank
 
 def simulated() -> dict[str, float]:
     names = page()
-    mine = names["simulate"](2, lambda x, y: computed(of_page(names, limit=200), x, y))(X, Y)
-    return differences(mine, ltx.vmap(lambda x, y: computed(of_ltx(), x, y))(X, Y))
+    # Each rank has its own parameters, as ltx's marks make them: one matrix for all ranks would be multiplied otherwise.
+    params = {name: value.expand(2, *value.shape) for name, value in PARAMS.items()}
+    mine = names["simulate"](2, lambda *given: computed(of_page(names, limit=200), *given))(params, X, Y)
+    return differences(mine, ltx.vmap(lambda *given: computed(of_ltx(), *given))(params, X, Y))
 
 
 def test_on_simulated_ranks_it_gives_the_bits_of_ltx(ranks: Ranks) -> None:

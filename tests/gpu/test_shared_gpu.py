@@ -27,7 +27,6 @@ COLLECTIVES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Any]
     "broadcast": (lambda x: ltx.broadcast(x, 1), lambda xs: [xs[1]] * 2),
     "gather": (lambda x: ltx.gather(x, 1), lambda xs: [torch.zeros_like(xs), xs]),
     "scatter": (lambda x: ltx.scatter(x, 1), lambda xs: list(xs[1])),
-    "async_": (lambda x: ltx.async_(ltx.psum)(x).wait(), lambda xs: [xs.sum(0)] * 2),
 }
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8)
 

@@ -164,22 +164,6 @@ MUTANTS = (
         tests=("tests/contract/collectives/test_groups.py::test_simulated_ranks",),
     ),
     Mutant(
-        name="collectives: a begun collective reads its tensor later",
-        where="ProcessRanks._issue.buffer",
-        old="buffer = buffer.clone()",
-        new="pass",
-        breaks="what is written into a tensor after async_ goes out",
-        tests=("tests/internal/collectives/test_async.py::test_processes",),
-    ),
-    Mutant(
-        name="collectives: futures that nobody waits for are left",
-        where="AxisComm._end_pending",
-        old="future.wait_all()",
-        new="pass",
-        breaks="the end of the world breaks a collective that is under way",
-        tests=("tests/internal/collectives/test_async.py::test_nobody_waits",),
-    ),
-    Mutant(
         name="collectives: inferred lengths are this rank's",
         where="_all_gather_inferred",
         old="lengths = list(zip(*told_lengths, strict=True))",

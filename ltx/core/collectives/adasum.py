@@ -19,7 +19,7 @@ from ltx.core import comm
 from ltx.core.base import traced, tree
 from ltx.core.base.errors import AxisError, TreeError
 from ltx.core.collectives.calls import check_dense, check_sums, negotiate_tree, refuse_leaves
-from ltx.core.collectives.futures import in_step
+from ltx.core.collectives.counted import counted
 from ltx.core.collectives.gather import all_gather
 from ltx.core.collectives.linear import Static
 from ltx.core.collectives.permute import ppermute
@@ -176,7 +176,7 @@ def _pick(second: bool | torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torc
     return b if second else a
 
 
-@in_step
+@counted
 def adasum(value: Tree, axis: Any = None) -> Tree:
     """The adaptive sum over ranks of every tensor of a tree: a sum in which common directions count once.
 

@@ -12,7 +12,6 @@ from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import brief
 from ltx.core.base.containers import of_array
 from ltx.core.base.errors import AxisError, CollectiveError, LtxError, UnsupportedError
-from ltx.core.collectives.futures import Future
 from ltx.core.collectives.linear import RULES, Function, Rule, Static, apply, entered
 from ltx.core.comm.operations import SUMMED, as_bytes, as_it_is, from_bytes
 from ltx.core.ranks.axis import Axis
@@ -50,8 +49,6 @@ def grouped(axis: Any, groups: Sequence[Sequence[int]] | None, equal: str = "") 
             "Make them equal; psum, pmean, pmax and pmin take unequal ones."
         )
     parts = tuple(tuple(group) for group in lists)
-    if isinstance(axis, comm.InBackground):
-        return axis._replace(axis=comm.InGroups(axis.axis, parts))
     return _prepare_groups(axis, parts) if traced.recording() else comm.InGroups(axis, parts)
 
 
@@ -81,7 +78,7 @@ def collective(
     static: Callable[[torch.Tensor, int], Static] = lambda x, n: (),
     then: Callable[[torch.Tensor], torch.Tensor] = as_it_is,
 ) -> Tree:
-    """Apply the collective of `rule` to every leaf of `value`. Within :func:`ltx.async_` it returns a future.
+    """Apply the collective of `rule` to every leaf of `value`.
 
     `rule` is a rule, or the name of one of ltx's. `value` and `axis` are those of the caller, as in :func:`ltx.psum`.
     ``static(leaf, number of ranks)`` returns the rule's static arguments, ints; ``then`` is applied to each result.
@@ -104,40 +101,17 @@ def collective(
         sent = [movable(name, x) for x in leaves]
         return restored(sent, [in_graph(name, static(x, size), key, m)[0] for x, m in zip(leaves, sent, strict=True)])
     check_dense(name, leaves, value)
-    found, background = comm.resolve(axis), axis if isinstance(axis, comm.InBackground) else None
+    found = comm.resolve(axis)
     if found.ranks.overlaps:
         tree.check_values(leaves, value, name)
-    if background:
-        check_plain(background.name, leaves, value, found)
     groups = [static(x, found.size) for x in leaves]
     moved = [movable(name, x) for x in leaves]
     negotiate_tree(name, value, leaves, spec, groups, found, moved)
-    if background and (begun := found.ranks.begin(RULES[name], groups, moved, f"async {background.name}")):
-        works, finish, futures = begun
-        return Future(background.name, works, lambda ys: restored(moved, finish(ys)), futures)
     if len(set(groups)) == 1:
         results = apply(name, groups[0], found, moved)
     else:
         results = [y for x, group in zip(moved, groups, strict=True) for y in apply(name, group, found, [x])]
-    return (
-        Future(background.name, finish=lambda _: restored(moved, results)) if background else restored(moved, results)
-    )
-
-
-def check_plain(name: str, leaves: list[torch.Tensor], value: Tree, axis: Axis) -> None:
-    """Raise if an asynchronous collective would have to be differentiated or batched."""
-    levels = [level.key() for level in private.interpreter_stack() or ()]
-    batched = bool(axis.ranks.levels) and all(level == private.TransformType.Vmap for level in levels)
-    if private.has_tangents() or (levels and not batched):
-        raise UnsupportedError(
-            f"async_: ltx.{name} under a transform of torch.func or forward mode: an asynchronous collective can't be "
-            f"differentiated or batched. Use ltx.{name} itself."
-        )
-    if grads := torch.is_grad_enabled() and [i for i, x in enumerate(leaves) if x.requires_grad]:
-        raise UnsupportedError(
-            f"async_: ltx.{name} of leaf {tree.leaf_paths(value)[grads[0]]!r}, which requires a gradient: an "
-            f"asynchronous collective has none. Use x.detach() or torch.no_grad(), or ltx.{name} itself."
-        )
+    return restored(moved, results)
 
 
 def checked_index(what: str, name: str, index: int, size: int) -> int:
@@ -148,14 +122,6 @@ def checked_index(what: str, name: str, index: int, size: int) -> int:
             "axis, not in the world."
         )
     return index
-
-
-def refuse_background(what: str, axis: Any) -> None:
-    """Raise if `what`, a collective of several messages one after another, is called through ``async_``."""
-    if isinstance(axis, comm.InBackground):
-        raise UnsupportedError(
-            f"async_: {what} is more than one message, so it can't be waited for later. Call it itself."
-        )
 
 
 def movable(name: str, x: torch.Tensor) -> torch.Tensor:

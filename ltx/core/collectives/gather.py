@@ -19,7 +19,7 @@ from ltx.core.base import tree
 from ltx.core.base.arguments import checked
 from ltx.core.base.errors import AxisError
 from ltx.core.collectives.calls import GradScale, checked_index, collective, grouped, scale_gradient, tensors_of
-from ltx.core.collectives.futures import one_message
+from ltx.core.collectives.counted import counted
 from ltx.core.collectives.linear import Static, add_rule, only_at
 from ltx.core.collectives.psum import countable
 from ltx.core.collectives.uneven import all_gather_uneven, is_even, psum_scatter_uneven
@@ -91,7 +91,7 @@ add_rule(
 )
 
 
-@one_message
+@counted
 @checked("dim", "tiled", "sync_grads", "splits", "axis_index_groups")
 def all_gather(
     value: Tree,
@@ -152,7 +152,7 @@ def all_gather(
     )
 
 
-@one_message
+@counted
 @checked("dim", "tiled", "splits", "axis_index_groups")
 def psum_scatter(
     value: Tree,
@@ -203,7 +203,7 @@ def psum_scatter(
     )
 
 
-@one_message
+@counted
 @checked("dst", "dim", "tiled")
 def gather(value: Tree, dst: int = 0, axis: Any = None, *, dim: int = 0, tiled: bool = False) -> Tree:
     """Gather every rank's tensor on rank `dst` only, which sends 1/n of the bytes of :func:`all_gather`.
@@ -240,7 +240,7 @@ def gather(value: Tree, dst: int = 0, axis: Any = None, *, dim: int = 0, tiled: 
     return collective("gather", value, axis, static)
 
 
-@one_message
+@counted
 @checked("src", "dim", "tiled")
 def scatter(value: Tree, src: int = 0, axis: Any = None, *, dim: int = 0, tiled: bool = False) -> Tree:
     """Split rank `src`'s tensor into parts, one for each rank.

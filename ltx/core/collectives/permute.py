@@ -15,7 +15,7 @@ from ltx.core.base import tree
 from ltx.core.base.arguments import brief, checked, is_whole, shown
 from ltx.core.base.errors import AxisError
 from ltx.core.collectives.calls import collective, grouped
-from ltx.core.collectives.futures import one_message
+from ltx.core.collectives.counted import counted
 from ltx.core.collectives.gather import split, spread
 from ltx.core.collectives.linear import Static, add_rule
 from ltx.core.collectives.psum import axis_size
@@ -68,7 +68,7 @@ add_rule(
 )
 
 
-@one_message
+@counted
 @checked("split_dim", "concat_dim", "tiled", "splits", "axis_index_groups")
 def all_to_all(
     value: Tree,
@@ -148,7 +148,7 @@ def all_to_all(
 _NO_PAIRS = (str, bytes, Mapping, torch.Tensor)
 
 
-@one_message
+@counted
 @checked()
 def ppermute(value: Tree, perm: Iterable[tuple[int, int]], axis: Any = None) -> Tree:
     """Send each rank's tensor to at most one rank.

@@ -29,13 +29,12 @@ from ltx.core.collectives.calls import (
     collective,
     grouped,
     prepare_trace,
-    refuse_background,
     refuse_leaves,
     scale_gradient,
     tensors_of,
     traced_size,
 )
-from ltx.core.collectives.futures import one_message
+from ltx.core.collectives.counted import counted
 from ltx.core.collectives.linear import add_rule, only_at
 from ltx.core.collectives.uneven import gathered, told
 from ltx.core.comm.operations import as_it_is
@@ -75,7 +74,7 @@ add_rule(
 )
 
 
-@one_message
+@counted
 @checked("axis_index_groups", "prescale", "postscale")
 def psum(
     value: Tree,
@@ -139,7 +138,6 @@ def psum(
         before, after = _factor(value, prescale, "prescale"), _factor(value, postscale, "postscale")
         value, then = tree.map(lambda x: _times(x, before), value), lambda total: _times(total, after)
     if not traced.recording() and any(map(is_sparse, tree.flatten(value)[0])):
-        refuse_background("psum of sparse tensors", axis)
         tree.check_leaves(tree.flatten(value)[0], value, "psum: its argument")
         sparse, dense = split_sparse(value)
         totals = tree.map(then, psum_sparse("psum", value, sparse, axis))
@@ -179,7 +177,7 @@ def _is_one(factor: float | torch.Tensor) -> bool:
     return not isinstance(factor, torch.Tensor) and factor == 1
 
 
-@one_message
+@counted
 @checked("axis_index_groups")
 def pmean(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> Tree:
     """The mean over ranks of every tensor of a tree. The means of integers are floats.
@@ -240,7 +238,7 @@ def pvary(value: Tree, axis: Any = None) -> Tree:
     return collective("pvary", value, axis)
 
 
-@one_message
+@counted
 @checked("src")
 def broadcast(value: Tree, src: int = 0, axis: Any = None, *, grad_scale: GradScale = "sum") -> Tree:
     """Give every rank the tree of rank `src`.
@@ -271,7 +269,7 @@ def broadcast(value: Tree, src: int = 0, axis: Any = None, *, grad_scale: GradSc
     return collective("broadcast", scaled, axis, lambda x, n: (checked_index("broadcast", "src", src, n),))
 
 
-@one_message
+@counted
 @checked("dst")
 def psum_to(value: Tree, dst: int = 0, axis: Any = None) -> Tree:
     """The sum over ranks of every tensor of a tree, on rank `dst` only.

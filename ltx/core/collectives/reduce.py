@@ -22,7 +22,7 @@ from ltx.core.base.arguments import brief, checked
 from ltx.core.base.errors import CollectiveError, InputError, TreeError, WeightError, no_mean
 from ltx.core.base.private import unwrapped
 from ltx.core.collectives.calls import check_dense, check_sums, collective, grouped, refuse_leaves, tensors_of
-from ltx.core.collectives.futures import in_step, one_message
+from ltx.core.collectives.counted import counted
 from ltx.core.collectives.gather import all_gather
 from ltx.core.collectives.linear import Static, add_rule
 from ltx.core.collectives.psum import NARROW, axis_size, countable, pmean, psum
@@ -82,7 +82,7 @@ def _extremum(name: str, value: Tree, axis: Any) -> Tree:
     return collective(name, value, axis)
 
 
-@one_message
+@counted
 @checked("axis_index_groups")
 def pmax(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> Tree:
     """The maximum over ranks of every element of a tree.
@@ -110,7 +110,7 @@ def pmax(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[
     return _extremum("pmax", value, grouped(axis, axis_index_groups))
 
 
-@one_message
+@counted
 @checked("axis_index_groups")
 def pmin(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> Tree:
     """The minimum over ranks of every element of a tree. The rest is as in :func:`pmax`.
@@ -198,7 +198,7 @@ OPS: dict[str, Callable[[Tree, Any], Tree]] = {
 }
 
 
-@in_step
+@counted
 @checked("keep_dtype")
 def reduce(value: Tree, op: str | None = "mean", axis: Any = None, keep_dtype: bool = False) -> Tree:
     """Reduce every tensor of a tree over the ranks by the operation called `op`.
@@ -260,7 +260,7 @@ def _truncated_mean(total: torch.Tensor, like: torch.Tensor, n: int) -> torch.Te
     return torch.div(total, n, rounding_mode="trunc").to(like.dtype) if whole else total / n
 
 
-@in_step
+@counted
 @checked("decision", "all")
 def reduce_boolean_decision(decision: bool | torch.Tensor, all: bool = True, axis: Any = None) -> bool:
     """One decision for all ranks: whether every rank (with ``all=False`` any rank) says True.
@@ -295,7 +295,7 @@ def reduce_boolean_decision(decision: bool | torch.Tensor, all: bool = True, axi
     return bool((pmin if all else pmax)(said, found))
 
 
-@in_step
+@counted
 @checked("weight")
 def weighted_mean(value: Tree, weight: torch.Tensor | float, axis: Any = None) -> Tree:
     """The mean over ranks of every tensor of a tree, weighted by rank: sum w_r x_r / sum w_r.

@@ -17,8 +17,8 @@ from ltx.core import comm
 from ltx.core.base import traced, tree
 from ltx.core.base.arguments import checked, shown
 from ltx.core.base.errors import AuthenticationError, AxisError, RankMismatchError, TreeError, UnsupportedError
-from ltx.core.collectives.calls import check_dense, checked_index, collective, movable, refuse_background, tensors_of
-from ltx.core.collectives.futures import in_step
+from ltx.core.collectives.calls import check_dense, checked_index, collective, movable, tensors_of
+from ltx.core.collectives.counted import counted
 from ltx.core.collectives.linear import apply
 from ltx.core.comm.operations import from_bytes
 from ltx.core.comm.pickling import dumps
@@ -33,7 +33,7 @@ T = TypeVar("T")
 _INFERRED = 'all_gather(splits="infer")'
 
 
-@in_step
+@counted
 def gather_all_tensors(tensor: torch.Tensor, axis: Any = None) -> list[torch.Tensor]:
     """Gather every rank's tensor on every rank; shapes may differ.
 
@@ -155,7 +155,6 @@ def is_even(splits: Sequence[int] | str | None, axis: Any) -> bool:
     """Whether `splits` is "infer" on simulated ranks, whose parts are equal."""
     if splits != "infer" or traced.recording():
         return False
-    refuse_background('splits="infer"', axis)
     return bool(comm.resolve(axis).ranks.levels)
 
 
@@ -229,7 +228,6 @@ def _real(axis: Any, what: str, instead: str = "Leave splits out, or use process
             f"{what} can't be compiled: what it gives has another shape on each rank, or at each call. Call it outside "
             "of the compiled function."
         )
-    refuse_background(what, axis)
     found = comm.resolve(axis)
     found.ranks.need("objects", f"{what} has no form under ltx.vmap, whose ranks have equal shapes. {instead}")
     return found
@@ -344,7 +342,7 @@ def all_gather_object(obj: T, axis: Any = None) -> list[T]:
     return _objects("all_gather_object", obj, axis)
 
 
-@in_step  # what raises later, raises once the objects have been exchanged
+@counted  # what raises later, raises once the objects have been exchanged
 def _axis_for_objects(what: str, src: int | None, axis: Any) -> Axis:
     found = comm.resolve(axis)
     if src is not None:
@@ -397,7 +395,7 @@ def _objects(what: str, obj: T, axis: Any, src: int | None = None) -> list[T]:
     return [got[rank] for rank in senders]
 
 
-@in_step
+@counted
 @checked("name")
 def barrier(name: str | None = None, axis: Any = None) -> None:
     """Wait until every rank of the axis is here, and its accelerator has done all work enqueued before.

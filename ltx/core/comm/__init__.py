@@ -18,7 +18,6 @@ from ltx.core.comm.passes import Failed as Failed
 from ltx.core.comm.passes import nested_run as nested_run
 from ltx.core.comm.peers import DEFAULT_HEARTBEAT_S as DEFAULT_HEARTBEAT_S
 from ltx.core.comm.processes import key_of as key_of
-from ltx.core.comm.registry import InBackground as InBackground
 from ltx.core.comm.registry import InGroups as InGroups
 from ltx.core.comm.registry import all_peers as all_peers
 from ltx.core.comm.registry import communicators as communicators
@@ -44,5 +43,4 @@ from ltx.core.comm.step_summary import end_pass as end_pass
 from ltx.core.comm.step_summary import number_in_graph as number_in_graph
 from ltx.core.comm.step_summary import read_last_summary as read_last_summary
 from ltx.core.comm.store_exchange import StoreExchange as StoreExchange
-from ltx.core.comm.transport import any_transport_busy as any_transport_busy
 from ltx.core.comm.transport import progress_everywhere as progress_everywhere

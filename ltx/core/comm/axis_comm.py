@@ -65,8 +65,6 @@ class AxisComm(Ranks):
         self.parts: list[Any] = []  # communicators of its groups
         self.unread: Any = None  # the IssuedSummary of the last pass, if the host hasn't read it
         self.issued_in_graphs = 0  # the number of the user's collectives that may be part of a backward pass
-        #: Collectives that have begun and weren't waited for yet (see ltx.core.collectives.futures), oldest first.
-        self.futures: list[Any] = []
         self.under_way = ""  # the name, for errors, of the work on the bucket channels
         self._streams: dict[torch.device, CommStream] = {}
         #: This axis' only communicator for tensors on the device.
@@ -153,8 +151,6 @@ class AxisComm(Ranks):
         _in_turn([*first, self._end_device, *parts, forget, self.peers.close, self._destroy_groups])
 
     def _end_pending(self) -> None:
-        for future in list(self.futures):
-            future.wait_all()
         if self.background.history and self.background.failed is None and self.size > 1:
             exchange, place = self.peers.store_exchange.exchange, f"drain/{self.background.name}"
             self.background.drain(lambda own: exchange(place, own, "the end of an axis", DRAINING_S))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from ltx.core.comm.operations import OPERATIONS
 from ltx.core.comm.peers import under_way
 from ltx.core.comm.pickling import opened, sealed
 from ltx.core.comm.signature import Agreement, Signature
-from ltx.core.ranks.backings import Begun, Describe, Dumped, Key, OfTensor, OfTensors, Rule, Static, Tensors, fresh
+from ltx.core.ranks.backings import Describe, Dumped, Key, OfTensor, OfTensors, Rule, Static, Tensors, fresh
 
 
 class ProcessRanks(AxisComm):
@@ -42,16 +42,8 @@ class ProcessRanks(AxisComm):
             works = [self._issue(rule, static, x) for x in xs]
             return tuple(self._finished(rule, static, x, work.wait()) for x, work in zip(xs, works, strict=True))
 
-    def begin(self, rule: Rule, statics: Sequence[Static], xs: Tensors, label: str) -> Begun:
-        calls = [
-            (rule, s, x if private.has_memory(x) else private.in_memory(x)) for s, x in zip(statics, xs, strict=True)
-        ]
-        with private.below_modes():
-            works = [self._issue(*call, label) for call in calls]
-        return works, lambda ys: [self._finished(*call, y) for call, y in zip(calls, ys, strict=True)], self.futures
-
-    def _issue(self, rule: Rule, static: Static, x: torch.Tensor, label: str = "") -> Work:
-        """Start a rule's operation. With a `label`, which the ledger and errors show, x may change during the call."""
+    def _issue(self, rule: Rule, static: Static, x: torch.Tensor) -> Work:
+        """Start a rule's operation."""
         operation = rule.operation
         if operation is None:
             return Work.arrived(self.user, rule.before(x, self.size, static))
@@ -61,11 +53,11 @@ class ProcessRanks(AxisComm):
         if rule.coded is not None and (self.user.transport is None or buffer.device.type != "cpu"):
             buffer = rule.coded(buffer)
         shared = buffer.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-        if shared and (label or OPERATIONS[operation].in_place):
+        if shared and OPERATIONS[operation].in_place:
             buffer = buffer.clone()
         if buffer.numel() == 0:  # backends refuse empty buffers; all ranks' buffers are empty
             return Work.arrived(self.user, OPERATIONS[operation].new_result(buffer, self.size))
-        return self.user.issue(operation, buffer, label or rule.name, rule.arguments(static))
+        return self.user.issue(operation, buffer, rule.name, rule.arguments(static))
 
     def _finished(self, rule: Rule, static: Static, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         """The value that the rule makes from the operation's result."""

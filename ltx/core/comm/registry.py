@@ -232,13 +232,6 @@ class InGroups(NamedTuple):
     groups: tuple[tuple[int, ...], ...]  # each group's ranks
 
 
-class InBackground(NamedTuple):
-    """An axis on which a collective begins now and is waited for later (``ltx.async_``)."""
-
-    axis: Any  # as users give one
-    name: str  # the collective's public name
-
-
 @dataclass(frozen=True)
 class MeshAxis(Axis):
     """The axis of `mesh`, a dimension of a DeviceMesh (a mesh itself); the axis has the dimension's name."""
@@ -254,8 +247,6 @@ def resolve(axis: Any) -> Axis:
         return resolve(tuple(axis))
     if axis is None:
         return axes.find(axis)
-    if isinstance(axis, InBackground):
-        return resolve(axis.axis)
     if isinstance(axis, InGroups):
         return _resolve_groups(resolve(axis.axis), axis.groups)
     if meshes := _meshes_in(axis):

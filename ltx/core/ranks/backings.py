@@ -29,9 +29,6 @@ OfTensors = Callable[[Tensors, Sequence[bool]], Any]
 OfTensor = Callable[[torch.Tensor], torch.Tensor]
 #: (an object's bytes, False), or (the text of an error, True).
 Dumped = tuple[bytes, bool]
-#: Begun collectives: (their works, a function from the works' results to the values, the axis' futures that nobody has
-#: waited for yet, oldest first).
-Begun = tuple[list[Any], Callable[[Tensors], Tensors], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -131,10 +128,6 @@ class Ranks:
     def collective(self, rule: Rule, static: Static, xs: Tensors, compiled: bool) -> tuple[torch.Tensor, ...]:
         """This rank's result of the collective for each of `xs`, in new memory. `compiled`: in a graph."""
         return tuple(fresh(y, x) if rule.operation is None else y.clone() for x in xs for y in [rule.alone(x, static)])
-
-    def begin(self, rule: Rule, statics: Sequence[Static], xs: Tensors, label: str) -> Begun | None:
-        """If ranks overlap: start the collective of each of `xs`, which may change meanwhile. Else None."""
-        return None
 
     def on_stack(self, rule: Rule, static: Static, n: int, xs: torch.Tensor) -> Stacked:
         """Once all levels are taken off: the rule's `stacked` on all `n` ranks' values."""

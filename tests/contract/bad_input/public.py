@@ -186,11 +186,6 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         "ltx.ppermute": [Call(ltx.ppermute, (T, [(0, 0)], "data"))],
         "ltx.gather": [Call(ltx.gather, (T, 0, "data"), {"dim": 0, "tiled": False})],
         "ltx.scatter": [Call(ltx.scatter, (T, 0, "data"), {"dim": 0, "tiled": True})],
-        "ltx.async_": [
-            Call(ltx.async_, (ltx.psum,), then=lambda begun: begun(T).wait()),
-            Call(ltx.async_(ltx.pmean), (T,), {"axis": "data"}, then=lambda future: future.wait()),
-        ],
-        "ltx.Future": [],  # what async_ gives
         "ltx.psum_to": [Call(ltx.psum_to, (T, 0, "data"))],
         "ltx.broadcast": [Call(ltx.broadcast, (T, 0, "data"), {"grad_scale": "sum"})],
         "ltx.weighted_mean": [Call(ltx.weighted_mean, (T, 2.0, "data"))],

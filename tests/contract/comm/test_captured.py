@@ -47,7 +47,6 @@ def trained(hook: Any = "fp16", **options: Any) -> Callable[[], Any]:
 CALLS: dict[str, tuple[Callable[[], Callable[[], Any]], str]] = {
     "psum": (lambda: lambda: ltx.psum(torch.ones(2)), "psum"),
     "pmax": (lambda: lambda: ltx.pmax(torch.ones(2)), "pmax"),
-    "a future": (lambda: lambda: ltx.async_(ltx.psum)(torch.ones(2)).wait(), "psum"),
     "barrier": (lambda: ltx.barrier, "barrier"),
     "objects": (lambda: lambda: ltx.all_gather_object("x"), "all_gather_object"),
     "gradients": (lambda: lambda: ltx.grad(ltx.data_parallel(loss))(torch.ones(3), torch.ones(3)), "data_parallel"),

@@ -38,7 +38,6 @@ COLLECTIVES: dict[str, Callable[[Tensor], Tensor]] = {
     "adasum": ltx.adasum,
     "weighted_mean": lambda x: ltx.weighted_mean(x, torch.ones(())),
     "sync_gradients": lambda x: ltx.sync_gradients(x)[0],
-    "async_": lambda x: ltx.async_(ltx.psum)(x).wait(),
 }
 #: How ranks communicate, by the argument of `on_new_axis`.
 BOTH = pytest.mark.parametrize("sockets", [False, True])
@@ -124,9 +123,8 @@ def training(mode: Callable[[], AbstractContextManager[Any]]) -> list[Any]:
         if torch.is_inference_mode_enabled():
             return found
         w = torch.ones(4, requires_grad=True)
-        for name, f in COLLECTIVES.items():
-            if name != "async_":
-                f(w * x).square().sum().backward()
+        for f in COLLECTIVES.values():
+            f(w * x).square().sum().backward()
         p = torch.ones(4, 4, requires_grad=True)
         step = ltx.data_parallel(lambda p, x: (p @ p * x).sum(), ltx.DDPStrategy(comm_hook=ltx.hooks.ByteGrad()))
         step(p, x).backward()
@@ -177,7 +175,7 @@ def test_linearized_numbers(sockets: bool, on_new_axis: OnNewAxis) -> None:
         found, right = (value, push(t)), jvp(COLLECTIVES[name], (x,), (t,))
         return all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
 
-    names = [name for name in COLLECTIVES if name not in ("psum_scatter", "all_to_all", "async_", "weighted_mean")]
+    names = [name for name in COLLECTIVES if name not in ("psum_scatter", "all_to_all", "weighted_mean")]
     assert list(on_new_axis(lambda: [name for name in names if not both(name)], sockets=sockets)) == [[], []]
 
 

@@ -13,9 +13,9 @@ DOCS = Path(__file__).parents[3] / "docs"
 PAGE = DOCS / "reference" / "collectives.md"
 TABLE = runpy.run_path(str(DOCS / "collectives_table.py"))
 #: Not collectives: they move nothing by themselves.
-LOCAL = {"async_", "axis_index", "axis_size", "rank_seed", "shard"}
+LOCAL = {"axis_index", "axis_size", "rank_seed", "shard"}
 #: For who writes collectives, by ltx.extend.collectives.
-FOR_AUTHORS = {"collective", "one_message", "told", "wide"}
+FOR_AUTHORS = {"collective", "counted", "told", "wide"}
 
 
 def test_the_page_is_what_the_table_prints() -> None:

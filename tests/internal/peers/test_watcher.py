@@ -23,6 +23,7 @@ import ltx
 from ltx.checkpoint.together import Together
 from ltx.core.base import kernel
 from ltx.core.comm.channel import Work
+from ltx.core.comm.registry import resolve
 from ltx.errors import LtxError
 from ltx.peers import watcher as module
 from ltx.peers.diagnosis import Record, Status
@@ -152,7 +153,8 @@ def test_a_rank_that_came_is_not_named_though_it_is_behind(started: Started) -> 
     """What counts is the collective that is waited for, not the last one that this rank has issued."""
 
     def body(rank: int, tell: Callable[[str], None]) -> None:
-        issued = [ltx.async_(ltx.psum)(torch.ones(3)) for _ in range((6, 4, 1)[rank])]
+        user: Any = resolve(None).comm.user  # type: ignore[union-attr]
+        issued = [user.issue("psum", torch.ones(3), "psum") for _ in range((6, 4, 1)[rank])]
         if rank == 0:
             try:
                 issued[2].wait()
@@ -160,7 +162,7 @@ def test_a_rank_that_came_is_not_named_though_it_is_behind(started: Started) -> 
                 tell(f"{type(error).__name__}: {error}")
 
     text = up(started, body, timeout_s=6).told(0)
-    assert text.startswith("CollectiveTimeoutError: rank 0: async psum (issue 4) on axis 'data'"), text
+    assert text.startswith("CollectiveTimeoutError: rank 0: psum (issue 4) on axis 'data'"), text
     assert "within 6 s: rank 2 is at issue 2 and never came to it. Every rank must call" in text
 
 

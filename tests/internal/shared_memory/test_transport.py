@@ -258,34 +258,6 @@ def test_nothing_is_left_in_a_file_system(ranks: Callable[[int], Any]) -> None:
 
 
 @pytest.mark.parametrize("sockets", [False, True])
-def test_begun_in_inference_mode_and_completed_outside_or_the_reverse(
-    on_new_axis: Callable[..., Any], sockets: bool
-) -> None:
-    """Results belong to the mode in which their collective was called, whoever writes them; others can be saved."""
-
-    def run() -> tuple[Any, ...]:
-        x, w = torch.arange(12.0), torch.ones(12, requires_grad=True)
-        ltx.psum(x)  # known from now on, so that the first to begin it doesn't wait
-        late, found = int(ltx.axis_index()) == 0, []
-        for begins, ends in ((True, False), (False, True)):
-            ltx.barrier()
-            if late:
-                time.sleep(0.2)
-            with torch.inference_mode(begins):
-                future = ltx.async_(ltx.psum)(x.clone())
-            with torch.inference_mode(ends):
-                total = future.wait()
-            found.append((total.tolist(), total.is_inference()))
-        (total * w).sum().backward()
-        return found, w.grad.tolist(), ltx.psum(x).tolist()  # type: ignore[union-attr]
-
-    doubled = [2.0 * i for i in range(12)]
-    found, gradient, after = on_new_axis(run, sockets=sockets).replicated()
-    assert found == [(doubled, True), (doubled, False)]
-    assert gradient == after == doubled
-
-
-@pytest.mark.parametrize("sockets", [False, True])
 def test_first_used_in_inference_mode(on_new_axis: Callable[..., Any], sockets: bool) -> None:
     """The tensors of its segments are made in that mode then; they are written outside of it, too."""
 
@@ -306,9 +278,9 @@ def trained(seed: int) -> list[list[float]]:
     state, seen = train.init({"w": torch.randn(5, 3, generator=draw)}), []
     for _ in range(3):
         x = ltx.shard(torch.randn(8, 5, generator=draw))
-        beside = ltx.async_(ltx.all_gather)(x.sum())
+        beside = ltx.all_gather(x.sum())
         state, _ = train(state, x)
-        seen += [state.params["w"].flatten().tolist(), beside.wait().tolist()]
+        seen += [state.params["w"].flatten().tolist(), beside.tolist()]
     return seen
 
 
