@@ -16,7 +16,6 @@ import os
 import re
 import shutil
 import socket
-import time
 import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -30,8 +29,6 @@ MANIFEST = "manifest.json"
 FORMAT = "ltx checkpoint, version 1"
 #: The errors that mean a missing file. Other errors of the system needn't be the file's fault.
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-#: The prefix of the files through which ranks save whose store is gone, and the age at which such a file is removed.
-EXCHANGE, _EXCHANGE_S = ".ltx-exchange-", 3600.0
 _STEP = re.compile(r"step_(\d{8,})")
 _HIDDEN = re.compile(r"\.(step_\d{8,}|old)\.(?P<host>.+)\.(?P<pid>\d+)\.[0-9a-f]+")
 _REPLACED = re.compile(r"\.replaced_(step_\d{8,})\..+")
@@ -126,10 +123,6 @@ def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     _to_disk(final.parent)
     put_back(final.parent)  # remove the replaced checkpoint
     # Now the unfinished files of processes that have ended.
-    for unused in final.parent.glob(f"{EXCHANGE}*"):
-        with suppress(OSError):  # another has removed it
-            if time.time() - unused.stat().st_mtime > _EXCHANGE_S:
-                unused.unlink()
     for name in os.listdir(final.parent):
         made_by = _HIDDEN.fullmatch(name)
         if made_by and made_by["host"] == socket.gethostname():

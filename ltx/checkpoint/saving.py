@@ -86,7 +86,6 @@ def _on_all_or_none(together: Together, temporary: list[Path]) -> Iterator[None]
         with together.leaving():
             yield
     except BaseException:
-        together.let_go()
         for path in temporary if together.rank == 0 else ():
             directory.remove(path)
         raise
@@ -113,7 +112,7 @@ def begin_saving(
 ) -> Job:
     """Let the ranks agree on a save before they write anything."""
     base = Path(os.path.abspath(path))
-    together = Together(operation, axis, base)
+    together = Together(operation, axis)
     temporary = list[Path]()
 
     def offer() -> tuple[tuple[list[Piece], list[Piece], list[Piece]], dict[str, Any]]:
@@ -214,8 +213,7 @@ def save(
 
     Values that are the same on all ranks (``state.layout``) are written once, each rank writing about the same number
     of bytes. Each rank writes its own values, and its shards of a sharded optimizer state. The files are those of
-    ``torch.distributed.checkpoint``, whose tools read them. If the ranks' store has ended, they exchange values through
-    a file in `path` instead, and can still save.
+    ``torch.distributed.checkpoint``, whose tools read them.
 
     Args:
         path: the directory of all checkpoints of this run, on a file system that all ranks see.

@@ -2,25 +2,20 @@
 
 DCP (torch.distributed.checkpoint) gathers failures by collectives. They don't do for ltx: if a rank calls something
 else, the others wait until the group's timeout; a KeyboardInterrupt becomes a DCP error; peers' messages are unpickled;
-and no group for saving in the background can be made once the store is gone. If the store is gone, ranks that save
-exchange values through a file in the checkpoints' directory instead.
+and a save in the background would need a group of its own.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, TypeVar
 
 from ltx import errors
-from ltx.checkpoint.directory import EXCHANGE
 from ltx.core import comm
 from ltx.core.base.errors import message_of
-from ltx.core.comm.store_exchange import SAVE_NOW
 from ltx.core.ranks.axis import Axis
-from ltx.errors import CheckpointError, LtxError, StoreGoneError, UnsupportedError, WorldError
+from ltx.errors import CheckpointError, LtxError, UnsupportedError, WorldError
 
 T = TypeVar("T")
 
@@ -77,10 +72,9 @@ class Together:
 
     The ranks meet at places 1, 2, ... of this call, where each announces its result or its error. A rank that leaves
     early, even by an interrupt, says so at all places where peers might wait for it, so no rank waits for it in vain.
-    If the store is gone, the ranks exchange values by a file in `folder`, which all of them see.
     """
 
-    def __init__(self, operation: str, axis: Any, folder: Path | None = None):
+    def __init__(self, operation: str, axis: Any):
         found: Axis = comm.resolve(axis)
         if found.size > 1 and found.comm is None:
             raise UnsupportedError(
@@ -93,7 +87,6 @@ class Together:
             raise self.comm.user.failed  # this is a fork, which mustn't tell peers anything in the rank's name
         self.size = found.size
         self.rank = 0 if self.comm is None else self.comm.rank
-        self._folder = folder
         self._exchange: comm.StoreExchange | None = None if self.comm is None else self.comm.peers.store_exchange
         self._places = "" if self._exchange is None else self._exchange.new_place()
         self._at = 0  # the last place at which this rank has announced something
@@ -117,29 +110,11 @@ class Together:
         if self.comm is None:
             return [post]
         if self._at == 0:  # peers may be at another call
-            try:
-                posts = self.comm.peers.exchange_values(self._signature, post, f"{self._places}/1")
-                self._at = 1
-                return posts
-            except StoreGoneError as error:
-                self._use_file(error)
+            posts = self.comm.peers.exchange_values(self._signature, post, f"{self._places}/1")
+            self._at = 1
+            return posts
         self._announce(self._at + 1, post)
         return self._collect(self._at, range(self.size))
-
-    def _use_file(self, gone: StoreGoneError) -> None:
-        """Exchange values through a file from now on, if there is a `folder`."""
-        assert self.comm is not None
-        if self._folder is None or self._exchange is not self.comm.peers.store_exchange:
-            raise gone
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.operation}: the ranks' store is gone, and they can't use {self._folder} instead: "
-                f"{said_of(error)[1]}"
-            ) from error
-        name = hashlib.sha1(f"{self.comm.peers.label} of {self.comm.peers.world}".encode()).hexdigest()[:12]
-        self._exchange = self.comm.peers.store_exchange.in_file(self._folder / f"{EXCHANGE}{name}")
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
@@ -147,8 +122,6 @@ class Together:
         try:
             yield
         except BaseException as error:
-            if isinstance(error, StoreGoneError) and self.operation == "checkpoint.save":
-                error.args = (message_of(error).replace(SAVE_NOW, ""),)
             self.leave(error)
             raise
 
@@ -158,23 +131,11 @@ class Together:
             return
         post = [None, said_of(error)]
         with suppress(LtxError):  # peers will notice that this rank is unreachable
-            try:
-                self._exchange.has(self._places, [self.rank])  # only a read shows that the store is gone
-            except StoreGoneError as gone:
-                self._use_file(gone)
             for at in range(self._at + 1, max(self._at + 1, _HEARD) + 1):
-                if at == 1 and self._exchange is self.comm.peers.store_exchange:
+                if at == 1:
                     self.comm.peers.exchange_values(self._signature, post, f"{self._places}/1", wait=False)
                 else:
                     self._exchange.announce(f"{self._places}/{at}", post)
-        if self._exchange is not self.comm.peers.store_exchange:  # a file stays readable after this rank ends
-            self.let_go()
-
-    def let_go(self) -> None:
-        """Close the exchange. The last rank to close a file removes it."""
-        exchange, self._exchange = self._exchange, None
-        if exchange is not None and self.comm is not None and exchange is not self.comm.peers.store_exchange:
-            exchange.close()  # close it now, since an exception's frames may keep it alive
 
     def conclude(self, make: Callable[[], T], decide: Callable[[list[T]], None], failed: str, after: str = "") -> None:
         """Call `make` on every rank and ``decide(results)`` on rank 0. For any thread, after an exchange.
@@ -203,7 +164,7 @@ class Together:
                     self._collect(_HEARD, range(1, self.size), patience_s)
                     for at in (_PARTS, _OUTCOME, _HEARD):
                         self._exchange.forget(f"{self._places}/{at}")
-            self.let_go()
+            self._exchange = None  # all is said
         refuse(troubles, failure, failed, after)
 
     def tell(self, troubles: Sequence[Trouble]) -> None:

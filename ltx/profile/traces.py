@@ -9,18 +9,15 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from ltx.core.base.arguments import checked
@@ -52,13 +49,10 @@ class Trace(Recording):
         device_waited_s: seconds that an accelerator's stream waited for collectives.
         rank: this process' rank.
         epoch_s: the time of day, ``time.time()``, at which the times above were 0.
-        profile: with ``record(profiler=True)``, the events of torch's profiler, in the form of Chrome's trace files, in
-            which ``ts`` is the time of day in µs.
     """
 
     rank: int = 0
     epoch_s: float = 0.0
-    profile: list[dict[str, Any]] = field(default_factory=list)
 
     def __repr__(self) -> str:
         return f"<Trace of rank {self.rank}: {many(len(self.events), 'collective')}, {format_bytes(self.bytes)} sent>"
@@ -161,23 +155,14 @@ def _messages(event: Event) -> int:
     return OPERATIONS[event.operation].messages(event.ranks)
 
 
-# An offset, so that the tracks of a profiler's devices and threads have different ids.
-_DEVICE_LANES = 1 << 32
-
-
-@checked("profiler")
 @contextmanager
-def record(*, profiler: bool = False) -> Iterator[Trace]:
+def record() -> Iterator[Trace]:
     """Record every collective that this process issues, and the times in which its steps compute.
 
     What each rank sees: its own collectives; of simulated ranks the first one's, of buckets and exchanges. Recordings
     can be nested; each records everything. ``print(trace)`` says what was sent, :meth:`Trace.plot` draws a trace and
     :meth:`Trace.save` writes it for https://ui.perfetto.dev; :func:`ltx.profile.timeline` does both for several ranks
     together.
-
-    Args:
-        profiler: also run torch's profiler, which slows steps down; its events go into the saved file, on the same
-            clock.
 
     Example:
         >>> import ltx, torch
@@ -203,37 +188,11 @@ def record(*, profiler: bool = False) -> Iterator[Trace]:
         without times
     """
     trace = Trace(rank=_rank(), epoch_s=_epoch_s())
-    with _profiled(trace) if profiler else nullcontext(), recorded(trace):
+    with recorded(trace):
         try:
             yield trace
         finally:
             trace.rank = _rank()
-
-
-@contextmanager
-def _profiled(trace: Trace) -> Iterator[None]:
-    """Run torch's profiler, and put its events into `trace`, on the clock of the day."""
-    from torch.profiler import ProfilerActivity, profile
-
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    with profile(activities=activities) as profiler:
-        yield
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        exported = json.loads(path.read_text())
-    base_us = exported.get("baseTimeNanoseconds", 0) / 1e3
-    for event in exported["traceEvents"]:
-        threads_name = event["ph"] == "M" and event["name"] == "thread_name"
-        if not (event["ph"] == "X" or threads_name) or not isinstance(event.get("pid"), int):
-            continue
-        if event["pid"] != os.getpid():  # the event is of a device, and tid is its stream
-            event["tid"] = _DEVICE_LANES * (1 + event["pid"]) + int(event["tid"])
-        if threads_name:
-            event.pop("ts", None)  # a thread's name has no time; torch gives it one that isn't the time of day
-        else:
-            event["ts"] += base_us
-        trace.profile.append(event)
 
 
 def _epoch_s() -> float:
@@ -364,9 +323,6 @@ class Timeline:
                     event |= {"args": bar.details, "ts": bar.start_s * 1e6 - zero_us}
                     ended = {"ph": "X", "dur": (bar.end_s - bar.start_s) * 1e6}
                     events.append(event | (ended if bar.end_s < math.inf else {"ph": "B"}))
-            for other in trace.profile:
-                shifted = {"ts": other["ts"] - zero_us} if "ts" in other else {}
-                events.append({**other, **shifted, "pid": trace.rank})
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 

@@ -122,7 +122,7 @@ def test_on_two_processes_it_gives_the_bits_of_ltx(buckets: dict[str, Any], rank
 
 def simulated() -> dict[str, float]:
     names = page()
-    # Each rank has its own parameters, as ltx's marks make them: one matrix for all ranks would be multiplied otherwise.
+    # Each rank has its own parameters, as ltx's marks make them: with one matrix for all another kernel multiplies.
     params = {name: value.expand(2, *value.shape) for name, value in PARAMS.items()}
     mine = names["simulate"](2, lambda *given: computed(of_page(names, limit=200), *given))(params, X, Y)
     return differences(mine, ltx.vmap(lambda *given: computed(of_ltx(), *given))(params, X, Y))

@@ -48,20 +48,13 @@ def _of_torch(path: str) -> Any:
 
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import FileStore as FileStore
     from torch._C._distributed_c10d import PrefixStore as PrefixStore
     from torch._C._distributed_c10d import Store as Store
     from torch._guards import TracingContext as TracingContext
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 else:
-    FileStore, PrefixStore, Store = map(
-        _of_torch,
-        (
-            "torch._C._distributed_c10d:FileStore",
-            "torch._C._distributed_c10d:PrefixStore",
-            "torch._C._distributed_c10d:Store",
-        ),
-    )
+    PrefixStore = _of_torch("torch._C._distributed_c10d:PrefixStore")
+    Store = _of_torch("torch._C._distributed_c10d:Store")
     TracingContext = _of_torch("torch._guards:TracingContext")
     FakeTensor = _of_torch("torch._subclasses.fake_tensor:FakeTensor")
 

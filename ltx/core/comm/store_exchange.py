@@ -7,23 +7,19 @@ can be given up; torch's own calls block until the store answers.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from ltx.core.base.errors import CollectiveTimeoutError, PeerLostError, StoreGoneError
-from ltx.core.base.private import FileStore, Store
+from ltx.core.base.private import Store
 from ltx.core.comm.backends import look_out
 from ltx.core.comm.transport import progress_everywhere
 
@@ -31,9 +27,6 @@ T = TypeVar("T")
 
 #: How long `end` waits for the thread, which is idle or in a call to the store.
 ENDING_S = 1.0
-
-#: Advice of :class:`StoreGoneError`, not for a save.
-SAVE_NOW = ", and so does ltx.checkpoint.save, if it is called now"
 
 #: How long a thread that has waited too long leaves Python's lock to others before it gives up.
 YIELD_S = 0.1
@@ -127,8 +120,9 @@ class StoreCaller:
         self._gone = said
         return StoreGoneError(
             f"rank {self._rank}: the store through which the ranks meet is gone, and with it {self._host}, which "
-            f"held it.{self._why_gone()} Steps whose collectives are known go on without it{SAVE_NOW}; nothing new can "
-            f"be compared. Start all ranks again after it. ({said})"
+            f"held it.{self._why_gone()} Steps whose collectives are known go on without it; nothing new can be "
+            f"compared, and no checkpoint saved: torch.save(state.state_dict(), path) keeps what this rank has. Start "
+            f"all ranks again. ({said})"
         )
 
     def _answer(self) -> None:
@@ -210,25 +204,9 @@ class StoreExchange:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self.begun = 0  # the number of places that :meth:`new_place` has returned
         self._threads: list[threading.Thread] = []
-        self._folder = Path()  # of the file, for an exchange in a file
-
-    def in_file(self, file: Path) -> StoreExchange:
-        """An exchange of the same ranks in a file that all of them see. The last rank to close the file removes it."""
-        # it has the same methods
-        store = cast(TimeoutStore, FileStore(str(file), self.size - len(self._lost())))
-        exchange = StoreExchange(store, self.rank, self.size, self.timeout_s, self._lost)
-        exchange._folder = file.parent
-        return exchange
 
     def close(self) -> None:
-        """End the exchange in a file. One rank after another: of two at a time, FileStore lets neither be the last."""
-        folder = os.open(self._folder, os.O_RDONLY)
-        try:
-            with suppress(OSError):  # not every file system locks directories; then a later checkpoint removes the file
-                fcntl.flock(folder, fcntl.LOCK_EX)
-            del self._store
-        finally:
-            os.close(folder)
+        del self._store
 
     def new_place(self) -> str:
         """A new place. It is the same on all ranks that have called this equally often."""

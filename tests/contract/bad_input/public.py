@@ -366,7 +366,7 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         ],
         # --- the wire
         "ltx.debug_checks": [Call(ltx.debug_checks, (), {"same_lines": True}, _entered)],
-        "ltx.profile.record": [Call(ltx.profile.record, (), {"profiler": False}, _entered)],
+        "ltx.profile.record": [Call(ltx.profile.record, (), {}, _entered)],
         "ltx.profile.timeline": [Call(ltx.profile.timeline, ([trace],), {}, _uses)],
         "ltx.profile.Timeline": [],
         "ltx.profile.Trace": [],

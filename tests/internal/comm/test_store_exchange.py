@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,17 +69,6 @@ def test_a_peer_that_came_and_went_has_come() -> None:
         exchange.announce("here", exchange.rank)
     assert first.exchange("here", 0, "saving") == [0, 1, 2]
     first.refuse_lost("here", "saving", range(SIZE))
-
-
-def test_a_file_in_place_of_a_store(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    first, second, third = (ranks.in_file(path) for ranks in exchanges())
-    assert on_all(lambda ranks: ranks.exchange("here", ranks.rank, "saving"), [first, second, third]) == [[0, 1, 2]] * 3
-    assert path.exists()
-    for ranks in (first, second, third):
-        assert path.exists()
-        ranks.close()
-    assert not path.exists(), "the last to close it removes it"
 
 
 def test_threads_that_use_it_are_waited_for() -> None:
