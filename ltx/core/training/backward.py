@@ -65,7 +65,7 @@ class Backward(NamedTuple):
         if not is_one(self.loss_scale):
             with torch.enable_grad():
                 total = total * self.loss_scale
-        return total if total.requires_grad else None
+        return total if total.requires_grad and (self.inputs or self.run.own) else None
 
     def mean_at_once(self, axis: Axis, local: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(mean loss, divisor of the gradients), without a step summary; the divisor of an unweighted step is None.

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from ltx.core.base import private, traced, tree
+from ltx.core.base.errors import StepError
 from ltx.core.training.train_state import DonatedTensor, TrainState, give_away
 from ltx.core.transforms.compare import tensors_by_path
 from ltx.typing import Tree
@@ -35,6 +37,12 @@ _SHAPES = (
     "the train state has parameters of other shapes than this {}, whose parameters train.init(module) took: it can't "
     "follow. Put the parameters together first, and give it them by ltx.to_module(module, params)."
 )
+_INSTEAD = (
+    "Which parameters are trained, and what they are, is settled by train.init. To go on with the module as it is now: "
+    "state = train.init(module); to train others of the same parameters: train_step(step, optimizer, "
+    "trainable=).adopt(state)."
+)
+_FLAGS, _PLACES = attrgetter("requires_grad"), torch.Tensor.data_ptr
 
 # The train steps that were compiled, whose states move no module.
 _compiled = WeakIdKeyDictionary()
@@ -58,9 +66,11 @@ class Follower:
         self.last: Any = None  # the lease of the state that it has shown last
         own, paths = dict(module.named_buffers(remove_duplicate=False)), tree.leaf_paths(buffers)
         self.buffers = {path: own[path] for path in paths if path in own}
-        self._params = dict(module.named_parameters())
+        self._params, self._module = dict(module.named_parameters()), module
         self.trained = [self._params[path] for path in tree.leaf_paths(trained)]
-        for x in (*self._params.values(), *self.buffers.values()):
+        self._paths, self._own = [*self._params, *self.buffers], [*self._params.values(), *self.buffers.values()]
+        self._flags, self._note = [*map(_FLAGS, self._own)], self._noted()
+        for x in self._own:
             _followers[x] = weakref.ref(self)
 
     def __deepcopy__(self, _: Any) -> Follower:
@@ -82,6 +92,53 @@ class Follower:
             if x is not None:
                 _set(x, value)
         self.shows = self.last = state.lease
+        self._note = (*self._note[:3], [*map(_PLACES, self._own)])
+
+    def _noted(self) -> tuple[list[Any], list[str], list[int], list[int]]:
+        """Where the module has parameters, buffers and parts (dicts, keys, the ids of what is there), and the memory of
+        the tensors."""
+        kinds = ("_parameters", "_buffers", "_modules") if self.buffers else ("_parameters", "_modules")
+        dicts = [getattr(part, kind) for part in self._module.modules() for kind in kinds]
+        found = [(there, name) for there in dicts for name in there]
+        return (
+            [there for there, _ in found],
+            [name for _, name in found],
+            [id(there[name]) for there, name in found],
+            [*map(_PLACES, self._own)],
+        )
+
+    def look(self, state: TrainState, training: bool) -> None:
+        """Take over into the `state` that it shows what the program has put under the module's tensors: ``p.data = x``.
+
+        Before a step of `training` it raises if the module has become something that the step would pass over.
+        """
+        if self.shows is not state.lease or traced.recording() or private.in_transform():
+            return
+        dicts, names, ids, places = self._note
+        same = [*map(id, map(dict.get, dicts, names))] == ids and [*map(_PLACES, self._own)] == places
+        if same and [*map(_FLAGS, self._own)] == self._flags:
+            return
+        there = {id(x) for x in self._module.parameters()}
+        parts = (state.held("params"), state.frozen, state.held("buffers"))
+        values = {path: value for part in parts if part for path, value in tensors_by_path(part)}
+        for i, (path, flag) in enumerate(zip(self._paths, self._flags, strict=True)):
+            x, what = self._own[i], ""
+            if path in self._params:
+                what = "" if id(x) in there else "was replaced"
+            else:
+                x = self._own[i] = self.buffers[path] = self._module.get_buffer(path)
+            if x.requires_grad is not flag:
+                what = f"requires {'a' if x.requires_grad else 'no'} gradient now, other than at train.init"
+            value = values.get(path, x)
+            if (x.shape, x.dtype, x.device) != (value.shape, value.dtype, value.device):
+                what = f"is {tree.describe(x.detach())} now, and {tree.describe(value)} in the state"
+            if what and training:
+                raise StepError(f"{path!r} of {self.kind} {what}. {_INSTEAD}")
+            if not what and x.data_ptr() != value.data_ptr():
+                value.copy_(x.detach())
+                _set(x, value)
+        if training:
+            self._note = self._noted()
 
     def spoil(self, why: str) -> None:
         """The module has no values until a state is shown again: its use raises with `why`."""

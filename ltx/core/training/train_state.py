@@ -152,11 +152,12 @@ class TrainState(Readable):
         alone = {"pending": _LOST if self.under_way else None, "made_by": None, "resolved": None}
         return self.__dict__ | alone
 
-    def check_owned(self) -> None:
-        """Raise if this state was donated or is invalid.
+    def check_owned(self, training: bool = False) -> None:
+        """Raise if this state was donated or is invalid. Values that were put into its module are its own from now on.
 
         Raises:
-            DonatedStateError: it was donated. InvalidStateError: it is invalid.
+            DonatedStateError: it was donated. InvalidStateError: it is invalid. StepError: `training`, a step is to
+                train it, and its module has become another one.
         """
         if isinstance(self.lease[0], str):
             raise InvalidStateError(self.lease[0])
@@ -167,6 +168,8 @@ class TrainState(Readable):
                 "state, metrics = train(state, ...); to keep an old one, copy.deepcopy(state) before the step, or "
                 "train_step(..., donate=False)."
             )
+        if self.module is not None:
+            self.module.look(self, training)
 
     def by(self, train: Any) -> TrainState:
         """Note that `train` has made this state, which its module shows. Returns the state."""
@@ -180,9 +183,9 @@ class TrainState(Readable):
         """Whether the strategy has an exchange under way between two steps."""
         return getattr(self.pending, "mean", self.pending) is not None
 
-    def check_whole(self) -> None:
+    def check_whole(self, training: bool = False) -> None:
         """:meth:`check_owned`, and raise InputError if this is a copy made while an exchange was under way."""
-        self.check_owned()
+        self.check_owned(training)
         if self.module is not None and self.module.ended:
             raise InvalidStateError(self.module.ended)
         if self.pending is _LOST:

@@ -248,7 +248,7 @@ class TrainStep(TrainSettings):
                 "a train step was called in torch.inference_mode(), where nothing is differentiated: its gradients "
                 "would be zeros. Call it outside of that mode; torch.no_grad() around it does no harm."
             )
-        state.check_whole()
+        state.check_whole(training=True)
         params, resolved = state.held("params"), resolved_before(self, state)
         if resolved is None:
             check_made_for(self, state)

@@ -9,6 +9,7 @@ import pickle
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,6 +121,145 @@ def test_the_module_has_the_present_values(way: str, read: bool, ranks: Ranks) -
     assert all(steps(way, read))
     for found in ranks(2).run(steps, way, read):
         assert all(found), found
+
+
+def in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        for x in model.parameters():
+            x.mul_(0.5)
+
+
+def by_data(model: nn.Module) -> None:
+    for x in model.parameters():
+        x.data = x.data * 0.5
+
+
+def by_a_vector(model: nn.Module) -> None:
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
+
+
+def changed(way: str, change: Callable[[nn.Module], None]) -> tuple[bool, dict[str, Tensor]]:
+    """Whether the module shows the state after it was changed between two steps; and its values then."""
+    strategy, options = WAYS[way]
+    model, train, state = begun(strategy, **options)
+    for number in range(4):
+        state, _ = train(state, batch(number))
+        if number == 1:
+            change(model)
+    return shows(model, train.finish(state)), values(model)
+
+
+@pytest.mark.parametrize(
+    "way", ["in place", "donate=False", "overlap", "fused", "stateful hook", "local", "zero", "diloco"]
+)
+def test_values_that_are_put_under_its_parameters_are_the_state_s(way: str, ranks: Ranks) -> None:
+    """``p.data = x``, as vector_to_parameters does: the next step went on from what was before, without a word."""
+
+    def run() -> list[bool]:
+        _, wanted = changed(way, in_place)
+        found = [changed(way, change) for change in (by_data, by_a_vector)]
+        return [after and all(torch.equal(x, wanted[k]) for k, x in now.items()) for after, now in found]
+
+    assert run() == [True, True]
+    assert list(ranks(2).run(run)) == [[True, True]] * 2
+
+
+def test_values_that_are_put_under_its_parameters_are_saved(tmp_path: Path) -> None:
+    model, train, state = begun()
+    state, _ = train(state, X)
+    by_data(model)
+    ltx.checkpoint.save(tmp_path, state)
+    wanted = values(model)
+    assert all(torch.equal(x, wanted[name]) for name, x in state.params.items())
+    model.requires_grad_(False)  # to evaluate it
+    loaded = ltx.checkpoint.load(tmp_path, begun()[2]).state
+    assert all(torch.equal(x, wanted[name]) for name, x in loaded.params.items())
+
+
+def statistics_replaced(model: Net) -> None:
+    model.norm.running_mean = torch.full((4,), 9.0)
+
+
+def statistics_by_data(model: Net) -> None:
+    assert model.norm.running_mean is not None
+    model.norm.running_mean.data = torch.full((4,), 9.0)
+
+
+def statistics_in_place(model: Net) -> None:
+    assert model.norm.running_mean is not None
+    model.norm.running_mean.fill_(9.0)
+
+
+@pytest.mark.parametrize("way", ["in place", "donate=False"])
+def test_buffers_that_are_replaced_are_the_state_s(way: str) -> None:
+    _, wanted = changed(way, statistics_in_place)
+    for change in (statistics_by_data, statistics_replaced):
+        after, now = changed(way, change)
+        assert after
+        assert all(torch.equal(x, wanted[k]) for k, x in now.items())
+
+
+def parts_replaced(model: Net) -> None:
+    model.last = nn.Linear(4, 4)
+
+
+def parameter_replaced(model: Net) -> None:
+    model.first.bias = nn.Parameter(torch.zeros(4))
+
+
+#: What becomes of a module between two steps, and the error.
+BECOMES: dict[str, tuple[Callable[[Net], Any], str]] = {
+    "a part replaced": (parts_replaced, "'last.bias' of Net was replaced"),
+    "a parameter replaced": (parameter_replaced, "'first.bias' of Net was replaced"),
+    "frozen": (
+        lambda m: m.first.requires_grad_(False),
+        "'first.weight' of Net requires no gradient now, other than at",
+    ),
+    "unfrozen": (lambda m: m.last.requires_grad_(), "'last.bias' of Net requires a gradient now, other than at"),
+    "converted": (
+        lambda m: m.double(),
+        r"'first.weight' of Net is float64\[4, 4\] now, and float32\[4, 4\] in the state",
+    ),
+    "assigned": (
+        lambda m: m.load_state_dict(copy.deepcopy(m.state_dict()), assign=True),
+        "'first.weight' of Net was replaced",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", BECOMES)
+@pytest.mark.parametrize("donate", [True, False])
+def test_what_the_step_would_pass_over_is_refused(how: str, donate: bool) -> None:
+    """The state had gone on with what it had: a new layer wasn't used, a frozen one was trained."""
+    model, train, state = begun(donate=donate)
+    state, _ = train(state, X)
+    change, text = BECOMES[how]
+    change(model)
+    refuses(StepError, text + r".*state = train\.init\(module\)", train, state, X)
+
+
+def test_parts_around_the_same_parameters() -> None:
+    """As a part that is compiled after train.init."""
+
+    class Around(nn.Module):
+        def __init__(self, part: nn.Module):
+            super().__init__()
+            self.__dict__["of"], self.inner = part, part
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.__dict__["of"], name)
+
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = self.__dict__["of"](x)
+            return output
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    train = ltx.train_step(ltx.data_parallel(lambda p, x: ltx.functional_call(model, p, x).square().sum()), SGD)
+    state = train.init(model)
+    state, _ = train(state, X)
+    model[1] = Around(model[1])
+    state.module.look(state, True)  # type: ignore[union-attr]
 
 
 def test_an_average_of_the_parameters_follows() -> None:
