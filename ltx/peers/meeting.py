@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -44,14 +44,6 @@ class Meeting(Watched):
         self.watcher.axes[self.label] = self
         self._store = TimeoutStore(store, self.watcher.store_caller)
         self.exchange = StoreExchange(self._store, world.rank, world.size, timeout_s, list)
-
-    def connected(self, held: Store | None, second: tuple[int, Callable[[], Store]] | None) -> None:
-        """The ranks have met: from now on a store that doesn't answer counts as lost.
-
-        `held`: a second store, if this process holds it. `second`: the rank that holds it, and how to connect to it.
-        """
-        self.watcher.held, self.watcher.second = held, second
-        self.watcher.expect_answers()
 
     def watch(self, store: Store) -> None:
         """The axes of the world of `store` are watched by the same thread."""

@@ -12,8 +12,8 @@ which ranks it finds silent. So every rank learns of a silent rank, and no rank 
 A rank that waits asks its watcher, not the store. Where a device waits, and the host with it, no thread asks: there the
 watcher aborts the device's collectives.
 
-The store may end before the ranks do, with the launcher that held it. Then records go to a second store, which a rank
-has held, empty, since the world was made: nothing is compared there, but it shows which ranks live.
+The store may end before the ranks do, with the launcher that held it. Then a broken connection still shows who is gone,
+and silence no longer does: waits end by their timeout.
 
 Calls to the store can block forever too, and are given up after one heartbeat timeout. Python computation doesn't stop
 the beats, but C code that holds Python's lock does. So a rank without a beat is silent only if the kernel says that its
@@ -28,7 +28,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import count
 from typing import Any, NoReturn
 
@@ -67,9 +66,6 @@ class Watcher:
         self.store = store
         self._connection: Store = store.clone()  # type: ignore[attr-defined]
         self._own = PrefixStore(RECORDS, self._connection)
-        #: The rank that holds a second store, how to connect to it, and, on that rank, the store itself.
-        self.second: tuple[int, Callable[[], Store]] | None = None
-        self.held: Store | None = None
         #: The axes that the watcher looks after, by label.
         self.axes: dict[str, Watched] = {}
         self.deadlocks = Deadlocks(self, rank)
@@ -230,8 +226,6 @@ class Watcher:
 
     def leave(self, axis: Watched) -> None:
         """`axis` has ended. The axis' last status stays in the record until many other axes have ended."""
-        if self.held is not None and self._gone_s:  # the peers may lose the store next
-            self.wait_until_heard()
         if self.axes.pop(axis.label, None) is not None:
             self._past[axis.label] = axis.status()
             for label in [past for past in self._past if past != INIT][:-_PAST]:
@@ -247,7 +241,7 @@ class Watcher:
         self.store_caller.close()
         if self._thread is not threading.current_thread() and not self.without_store:
             self._thread.join(ENDING_S)
-        del self.store, self.held  # close connections now, even if something still refers to this watcher
+        del self.store  # close connections now, even if something still refers to this watcher
         return True
 
     # --- the watcher's own thread ---
@@ -255,20 +249,6 @@ class Watcher:
     def _watch(self) -> None:
         with suppress(dist.DistError):  # the store is gone, which threads that call it will see
             self._go_round_by_round()
-        if not self._ended and self.second is not None:
-            (holder, connect), self._gone_s = self.second, self._gone_s or time.monotonic()
-            self.store_caller.host = holder
-            with suppress(dist.DistError):
-                self._connection = connect()
-                self._own = PrefixStore(RECORDS, self._connection)
-                # No rank has a record in the second store yet, and the time of peers' silence counts from now on.
-                self.version, self._news, self._with_record = 0, True, set()
-                self._looked_s = 0.0
-                self._go_round_by_round()
-            lost = self.records.get(holder, Record())
-            if lost.beat and not all(lost.on(label).ended for label in list(self.axes)):  # with the second store
-                said = replace(self._mine, silent={**self._silent, holder: (lost.beat, kernel.state(lost.process))})
-                self.records = {**self.records, self._rank: said}
         self._gone, self._gone_s, self._under_way_s = True, self._gone_s or time.monotonic(), None
         with self._round:
             self._round.notify_all()

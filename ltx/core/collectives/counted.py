@@ -11,16 +11,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from ltx.core import comm
-from ltx.core.base.errors import (
-    CollectiveTimeoutError,
-    DeadlockDetectedError,
-    LtxError,
-    PeerLostError,
-    RankMismatchError,
-    ReplicaDivergedError,
-    TransportError,
-    WorldError,
-)
+from ltx.core.base import errors
+from ltx.core.base.errors import LtxError
 from ltx.core.ranks.axis import Axis
 
 P = ParamSpec("P")
@@ -28,13 +20,8 @@ R = TypeVar("R")
 
 # All ranks know of these errors without being told.
 _OF_THE_NETWORK = (
-    CollectiveTimeoutError,
-    DeadlockDetectedError,
-    PeerLostError,
-    RankMismatchError,
-    ReplicaDivergedError,
-    TransportError,
-    WorldError,
+    *(errors.CollectiveTimeoutError, errors.DeadlockDetectedError, errors.PeerLostError, errors.RankMismatchError),
+    *(errors.ReplicaDivergedError, errors.TransportError, errors.WorldError),
 )
 
 

@@ -140,11 +140,9 @@ class Backward(NamedTuple):
         """Mark the state as invalid if `updated` buckets (None: all) had been updated in place before `error`."""
         if self.donate and updated != 0:
             which = "all" if plan is None else f"{updated} of {len(plan.buckets)}"
-            self.state.invalidate(
-                f"this TrainState (step {self.state.step}) is invalid: {which} buckets had been updated in place when "
-                f"something failed ({type(error).__name__}: {error}). Load a checkpoint. With "
-                'overlap="backward" a state is that before the step or that after it.'
-            )
+            what = f"{which} buckets had been updated in place when something failed"
+            instead = 'With overlap="backward" a state is that before the step or that after it.'
+            self.state.invalidate(what, error, instead)
 
 
 def unreached(total: torch.Tensor, leaves: Sequence[torch.Tensor], plan: Plan | None) -> list[int]:

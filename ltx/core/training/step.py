@@ -214,10 +214,7 @@ _SIGNALS = sorted(map(int, signal.valid_signals() - {signal.SIGKILL, signal.SIGS
 
 def incomplete(state: TrainState, error: BaseException) -> None:
     """Make a state invalid: the host took it over before the device had made it, and the device has given up since."""
-    state.invalidate(
-        f"this TrainState (step {state.step}) is invalid: the device couldn't complete what it is made of "
-        f"({type(error).__name__}: {error}). Load a checkpoint."
-    )
+    state.invalidate("the device couldn't complete what it is made of", error)
 
 
 class Written(enum.Enum):
@@ -405,10 +402,6 @@ class EagerStep(Step):
             case Written.NOTHING if done.grads is None:
                 self._work.invalidated_by(error)
             case Written.PERHAPS if self._before == self._versions:
-                state.undo_begin()
+                state.lease[0] = None
             case Written.PERHAPS:
-                state.invalidate(
-                    f"this TrainState (step {state.step}) is invalid: the optimizer had begun to update its tensors in "
-                    f"place when something failed ({type(error).__name__}: {error}). Load a checkpoint. With "
-                    "donate=False the tensors of a state are never written to."
-                )
+                state.invalidate("the optimizer had begun to update its tensors in place when something failed", error)

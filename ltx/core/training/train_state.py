@@ -65,6 +65,7 @@ tree.register_node(
 # In place of the strategy's pending communication in what pickle, copy.deepcopy and trees make of a state.
 _LOST = ...
 
+_NEVER_WRITTEN = "With donate=False the tensors of a state are never written to."
 # The step to which a state was donated, or why it is invalid: one cell, which copies of the state share. It is a list
 # since compiled graphs can't make objects of a class.
 _Lease = list[int | str | None]
@@ -156,8 +157,8 @@ class TrainState(Readable):
         """Raise if this state was donated or is invalid. Values that were put into its module are its own from now on.
 
         Raises:
-            DonatedStateError: it was donated. InvalidStateError: it is invalid. StepError: `training`, a step is to
-                train it, and its module has become another one.
+            DonatedStateError: it was donated. InvalidStateError: it is invalid. StepError: before a step of `training`,
+                its module has become another one.
         """
         if isinstance(self.lease[0], str):
             raise InvalidStateError(self.lease[0])
@@ -220,18 +221,14 @@ class TrainState(Readable):
 
     def begin_writing(self) -> None:
         """Called before a step writes to this state's tensors: the state is invalid until the step has ended."""
-        self.lease[0] = (
-            f"this TrainState (step {self.step}) is invalid: something failed while its tensors were updated in place. "
-            "Load a checkpoint. With donate=False the tensors of a state are never written to."
-        )
+        self.lease[0] = self._invalid("something failed while its tensors were updated in place", _NEVER_WRITTEN)
 
-    def undo_begin(self) -> None:
-        """Undo :meth:`begin_writing`, because nothing was written."""
-        self.lease[0] = None
+    def _invalid(self, what: str, instead: str) -> str:
+        return f"this TrainState (step {self.step}) is invalid: {what}. Load a checkpoint. {instead}"
 
-    def invalidate(self, why: str) -> None:
-        """Mark this state as invalid, because only some tensors were updated in place: reading it raises with `why`."""
-        self.lease[0] = why
+    def invalidate(self, what: str, error: BaseException, instead: str = _NEVER_WRITTEN) -> None:
+        """Mark this state as invalid, because of `what`, when there was an `error`: reading it raises."""
+        why = self.lease[0] = self._invalid(f"{what} ({type(error).__name__}: {error})", instead)
         for name in _WRITTEN:
             self.__dict__.pop(f"_{name}", None)
         if self.module is not None and self.module.shows is self.lease:

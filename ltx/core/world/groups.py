@@ -82,22 +82,18 @@ def make_group(
                 store = PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
             process.stores[placement] = store
         store.set_timeout(timeout)
-        world_store = _store_of_world(process.worlds, store)
+        world_store = PrefixStore(f"ltx/{process.worlds}", store)
         # A rank makes its three connections to the store before its peers hear of it. This connection is only for
         # torch, in this world: it is abandoned if gloo still waits on it at the end.
         apart = world_store.clone()  # type: ignore[attr-defined]
         meeting = HandedIn.meeting(world_store, world, timeout.total_seconds(), heartbeat_s)
         meanwhile.enter_context(meeting)
         meanwhile.enter_context(looking_out(meeting.look))
-        own, last = own_address_towards(address, port), world.size - 1
-        held = _open_store(own, 0, True, timeout) if own and world.rank == last else None
-        addresses, ports = zip(*meeting.gather([own, getattr(held, "port", 0)]), strict=True)
+        addresses = meeting.gather(own_address_towards(address, port))
+        meeting.watcher.expect_answers()
         # A node may resolve its own name to a loopback address, which its peers can't reach.
         outside = [other for other in addresses if other and not is_loopback(other)]
         mine = addresses[world.rank]
-        there = addresses[last], ports[last], False, timedelta(seconds=heartbeat_s)
-        reached = ports[last] and not (outside and is_loopback(addresses[last]))
-        meeting.connected(held, (last, partial(_open_store, *there)) if reached else None)
         interface = interface_of(own_address_towards(outside[0], port) if outside and is_loopback(mine) else mine)
         if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
@@ -123,13 +119,9 @@ def make_group(
     return meeting
 
 
-def _store_of_world(number: int, store: Store) -> Store:
-    return PrefixStore(f"ltx/{number}", store)
-
-
 def next_is_begun() -> bool:
     """Whether a peer makes the world after this one already."""
-    return any(_store_of_world(process.worlds + 1, store).check([HERE]) for store in process.stores.values())
+    return any(store.check([f"ltx/{process.worlds + 1}/{HERE}"]) for store in process.stores.values())
 
 
 def _refuse_shared_devices(exchange: StoreExchange, world: World) -> None:

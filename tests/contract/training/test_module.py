@@ -390,7 +390,7 @@ def test_a_step_that_fails(overlap: Any, ranks: Ranks) -> None:
 def test_a_module_whose_state_is_invalid_says_so() -> None:
     model, train, state = begun()
     best = copy.deepcopy(state)
-    state.invalidate("this TrainState (step 0) is invalid: why")
+    state.invalidate("why", ValueError("so"))
     assert "this Net has the tensors of a TrainState, and this TrainState" in said(DonatedStateError, model, X)
     with pytest.raises(DonatedStateError):
         train.init(model)
