@@ -388,9 +388,11 @@ class EagerStep(Step):
             self.committed()
             if (module := state.module) is not None:
                 moved = carried is not self.resolved or module.shows is not state.lease
+                module.last = following.lease
                 if moved or module.buffers:
                     module.show(following, moved)
-                module.shows = module.last = following.lease
+                else:
+                    module.shows = following.lease
             if self.train.donate:
                 hand_over(state, following.unseen(), self.seen)
 
