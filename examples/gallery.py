@@ -22,6 +22,7 @@ PICTURES = {
     "fedavg": ("loss over all clients", "turn"),
     "hessian_spectrum": ("eigenvalue", "number"),
     "kfac": ("loss over all samples", "step"),
+    "natural_gradient": ("loss over all samples", "step"),
     "curvature_penalty": ("loss with its penalty", "step"),
     "compare_hooks": ("loss", "step"),
 }

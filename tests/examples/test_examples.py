@@ -37,6 +37,7 @@ TWINS = {
     "fedavg": (5, 1e-4),
     "hessian_spectrum": (30, 1e-6),
     "kfac": (10, 1e-8),
+    "natural_gradient": (10, 1e-8),
     "curvature_penalty": (20, 1e-8),
     "compare_hooks": (10, 1e-4),
 }
