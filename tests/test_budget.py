@@ -25,7 +25,7 @@ class Size(NamedTuple):
 
 BUDGET = {
     ".": Size(1745, 10),
-    "all": Size(39459, 170),
+    "all": Size(39453, 170),
     "checkpoint": Size(1462, 7),
     "core": Size(1, 1),
     "core/base": Size(2352, 14),
@@ -34,12 +34,12 @@ BUDGET = {
     "core/gradients": Size(2538, 9),
     "core/optim": Size(2156, 7),
     "core/ranks": Size(1051, 5),
-    "core/training": Size(4040, 16),
+    "core/training": Size(4035, 16),
     "core/transforms": Size(3621, 13),
     "core/world": Size(1528, 7),
     "hooks": Size(2631, 13),
     "optim": Size(1162, 6),
-    "peers": Size(1591, 7),
+    "peers": Size(1590, 7),
     "profile": Size(495, 3),
     "runtime": Size(3174, 11),
     "shared_memory": Size(565, 3),

@@ -12,12 +12,11 @@ which ranks it finds silent. So every rank learns of a silent rank, and no rank 
 A rank that waits asks its watcher, not the store. Where a device waits, and the host with it, no thread asks: there the
 watcher aborts the device's collectives.
 
-The store may end before the ranks do, with the launcher that held it. Then a broken connection still shows who is gone,
-and silence no longer does: waits end by their timeout.
-
-Calls to the store can block forever too, and are given up after one heartbeat timeout. Python computation doesn't stop
-the beats, but C code that holds Python's lock does. So a rank without a beat is silent only if the kernel says that its
-process is stopped or gone, or can't say it, as from another machine.
+The store may end first, with the launcher that held it. Then a broken connection still shows who is gone, and silence
+no longer does: waits end by their timeout. Calls to the store can block forever too, and are given up after one
+heartbeat timeout. Python computation doesn't stop the beats, but C code that holds Python's lock does. So a rank
+without a beat is silent only if the kernel says that its process is stopped or gone, or can't say it, as from another
+machine.
 """
 
 from __future__ import annotations

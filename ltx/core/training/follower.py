@@ -100,12 +100,8 @@ class Follower:
         kinds = ("_parameters", "_buffers", "_modules") if self.buffers else ("_parameters", "_modules")
         dicts = [getattr(part, kind) for part in self._module.modules() for kind in kinds]
         found = [(there, name) for there in dicts for name in there]
-        return (
-            [there for there, _ in found],
-            [name for _, name in found],
-            [id(there[name]) for there, name in found],
-            [*map(_PLACES, self._own)],
-        )
+        ids = [id(there[name]) for there, name in found]
+        return [there for there, _ in found], [name for _, name in found], ids, [*map(_PLACES, self._own)]
 
     def look(self, state: TrainState, training: bool) -> None:
         """Take over into the `state` that it shows what the program has put under the module's tensors: ``p.data = x``.
@@ -122,10 +118,9 @@ class Follower:
         parts = (state.held("params"), state.frozen, state.held("buffers"))
         values = {path: value for part in parts if part for path, value in tensors_by_path(part)}
         for i, (path, flag) in enumerate(zip(self._paths, self._flags, strict=True)):
-            x, what = self._own[i], ""
-            if path in self._params:
-                what = "" if id(x) in there else "was replaced"
-            else:
+            x = self._own[i]
+            what = "was replaced" if path in self._params and id(x) not in there else ""
+            if path in self.buffers:
                 x = self._own[i] = self.buffers[path] = self._module.get_buffer(path)
             if x.requires_grad is not flag:
                 what = f"requires {'a' if x.requires_grad else 'no'} gradient now, other than at train.init"
