@@ -227,7 +227,7 @@ def _settings_of(task: Task) -> str:
 
 
 RANKS = 4
-SLOW = task_with(WideDigits, steps=100, batch_size=64, peak_lr=0.3)
+SLOW = task_with(WideDigits, steps=60, batch_size=64, peak_lr=0.3)
 HOOKS_ON_LINK: dict[str, hooks.CommHook] = {
     "exact": hooks.AllReduce(),
     "onebit": hooks.OneBit(),
@@ -240,7 +240,7 @@ SIGNS: dict[str, hooks.CommHook] = {
     "signs without": hooks.OneBit(error_feedback=False),
 }
 BATCHES = {8: ("", "-0.6 points", "-36 points"), 32: ("", "", ""), 128: ("", "", "")}
-LONG = task_with(Digits, steps=800, batch_size=128, peak_lr=0.2)
+LONG = task_with(Digits, steps=800, batch_size=128, peak_lr=0.5)
 LOW_RANK = task_with(Digits, steps=200, batch_size=128, peak_lr=0.5)
 
 
@@ -435,7 +435,7 @@ CLAIMS: dict[str, list[tuple[str, Callable[[list[Run]], Verdict]]]] = {
     ],
     "streaming DiLoCo": [
         ("About 400 times fewer bytes are sent.", _bytes_of_diloco),
-        ("The loss is equal, within 2%.", _loss_of_diloco),
+        ("The loss is no more than 2% above that of exact steps.", _loss_of_diloco),
     ],
     "powersgd": [
         (
