@@ -64,7 +64,7 @@ def _shifted(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def task_with(kind: type[Digits], steps: int, batch_size: int, peak_lr: float) -> Task:
+def task_with(kind: type[Digits], steps: int, batch_size: int, peak_lr: float) -> Digits:
     """The digits, trained so."""
     task = kind("digits")
     task.settings = replace(task.settings, steps=steps, batch_size=batch_size, peak_lr=peak_lr)
@@ -75,7 +75,8 @@ def task_with(kind: type[Digits], steps: int, batch_size: int, peak_lr: float) -
 def accuracy(task: Task, params: Params) -> float:
     """The part of the held-out digits that are told right, in percent."""
     x, y = task.held_out
-    return 100 * (ltx.functional_call(task.skeleton, params, (x,)).argmax(-1) == y).float().mean().item()
+    right: Tensor = ltx.functional_call(task.skeleton, params, (x,)).argmax(-1) == y
+    return 100 * right.float().mean().item()
 
 
 # --- federated averaging ----------------------------------------------------------------------------------------------
@@ -106,7 +107,8 @@ def federated(seed: int, turn: Turn) -> Run:
             for some in order.split(turn.batch or each):
                 grads = grad_fn(params, x[some], y[some])
                 params = {name: p - turn.lr * grads[name] for name, p in params.items()}
-        return ltx.pmean(params, "clients")
+        mean: Params = ltx.pmean(params, "clients")
+        return mean
 
     turn_of_all = ltx.vmap(turn_of_a_client, axis_name="clients", in_dims=(None, 0, 0, 0))
     params, best = task.params(seed), 0.0
@@ -387,7 +389,8 @@ def _fewer_rounds(runs: list[Run]) -> Verdict:
 
 def _at_most_less(runs: list[Run], study: str, most: float, pairs: dict[str, str]) -> Verdict:
     found = {row: less(runs, study, row, base) for row, base in pairs.items()}
-    return max(found.values()) <= most, ", ".join(f"{row}: {-value:+.1f}" for row, value in found.items())
+    said = [f"{row}: {round(-value, 1) + 0.0:+.1f}" for row, value in found.items()]
+    return max(found.values()) <= most, ", ".join(said)
 
 
 def _collapses(runs: list[Run]) -> Verdict:
@@ -518,9 +521,9 @@ def main() -> None:
         lines = ",\n".join(json.dumps(r) for r in runs)
         arguments.out.write_text(f'{{"torch": "{torch.__version__}", "runs": [\n{lines}\n]}}\n')
 
-    for study, found in tables(runs).items():
+    for study, both in tables(runs).items():
         print(f"{STUDIES[study].source}\n")
-        print("\n\n".join(found), end="\n\n")
+        print("\n\n".join(both), end="\n\n")
 
 
 if __name__ == "__main__":
