@@ -3,9 +3,9 @@
     python -m benchmarks.studies.published [--fresh] [--table] [--studies fedavg ...] [--out FILE]
 
 Each study repeats the comparison of one paper on scikit-learn's digits, with the seeds 0, 1, 2, ..., which were fixed
-before anything was run. Learning rates were chosen on the seeds 100 and 101, each row's for itself in "fedavg", as in
-the paper, else the exact run's. Ranks and clients are simulated, but for "slow link": there two processes train, joined
-by a link of 100 Mbit/s (benchmarks/links.py), and a run is timed, so that nothing else should run on the machine.
+before anything was run. Learning rates were chosen on the seed 100, each row's for itself in "fedavg", as in the paper,
+else one for all rows. Ranks and clients are simulated, but for "slow link": there two processes train, joined by a link
+of 100 Mbit/s (benchmarks/links.py, which needs root), and a run is timed, so nothing else should run on the machine.
 
 A figure is the median over the seeds, with the least and the greatest. Bytes are those that rank 0 sends in the whole
 training. Claims are judged from the runs, by `CLAIMS`; the page docs/how-to/published-results.md has what this prints.
