@@ -1,1 +1,1 @@
-"""Long studies of hooks and strategies, whose figures the notebooks show, with their results beside them."""
+"""Long studies of hooks, strategies and published results, with their results beside them; the notebooks show them."""

@@ -121,12 +121,12 @@ def sent(task: Task, strategy: str, ranks: int) -> list[int]:
     state, found = train.init(task.params(0)), list[int]()
     for index in range(min(steps, again + length)):
         with ltx.profile.record() as trace:
-            state = _on_ranks(train, ranks, index)(state, *task.batch(index, 0))
+            state = on_ranks(train, ranks, index)(state, *task.batch(index, 0))
         found.append(trace.bytes)
     return list(accumulate(found[step if step < again else again + (step - again) % length] for step in range(steps)))
 
 
-def _on_ranks(train: ltx.core.training.TrainStep, ranks: int, index: int) -> Callable[..., Any]:
+def on_ranks(train: ltx.core.training.TrainStep, ranks: int, index: int) -> Callable[..., Any]:
     """The step of that number on simulated ranks, each with its part of a batch."""
 
     def one_rank(state: Any, x: Tensor, y: Tensor) -> Any:
@@ -168,7 +168,7 @@ def simulated(task: Task, strategy: str, seed: int, ranks: int) -> Outcome:
     state = train.init(task.params(seed))
     first_loss, curve = task.validate(state.params), []
     for index in range(task.settings.steps):
-        state = _on_ranks(train, ranks, index)(state, *task.batch(index, seed))
+        state = on_ranks(train, ranks, index)(state, *task.batch(index, seed))
         if (index + 1) % EVERY == 0:
             curve.append((index + 1, task.validate(mean(state.params), PART[task.name])))
     equal = all((leaf == leaf[:1]).all() for leaf in state.params.values())

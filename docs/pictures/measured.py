@@ -13,7 +13,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
-from drawing import BLUE, INK, WIDTH, main
+from drawing import BLUE, INK, ORANGE, WIDTH, main
 from torch.nn.parallel import DistributedDataParallel
 
 import ltx
@@ -54,6 +54,45 @@ def hooks() -> None:
     axes.set_xlabel("bytes of the whole training, to those of fp32", fontsize=9)
     axes.set_ylabel("loss in the end, to that of fp32", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def published() -> None:
+    """A panel for each published result: a dot a seed; a cross is the paper's figure, where it can be compared."""
+    from benchmarks.studies import published as study
+
+    runs = study.load()["runs"]
+    short = {"FedSGD (E = 1, B = all)": "FedSGD", "exact, every step": "exact", "two fragments, 8 bits": "8 bits"}
+    short["two fragments, bf16, sent 10 steps ahead"] = "bf16, ahead"
+    short |= {f"{name}, batch 8": name for name in study.SIGNS}
+    panels = {
+        "fedavg": ("rounds", "rounds to the target", True),
+        "error feedback": ("accuracy", "accuracy, batch 8, %", False),
+        "slow link": ("seconds", "time, to exact", True),
+        "streaming DiLoCo": ("loss", "loss in the end, to exact", False),
+        "powersgd": ("accuracy", "accuracy, %", False),
+    }
+    _, columns = plt.subplots(len(panels), 1, figsize=(WIDTH, 7.2), layout="constrained")
+    for axes, (name, (column, label, log)) in zip(columns, panels.items(), strict=True):
+        plan = study.STUDIES[name]
+        rows = [row for row in plan.rows if name != "error feedback" or row.endswith("batch 8")]
+        scale = study.median(runs, name, plan.base, column) if "to exact" in label else 1.0
+        place = list(plan.columns).index(column)
+        for y, row in enumerate(rows):
+            found = [value / scale for value in study.values(runs, name, row, column)]
+            axes.plot(found, [y] * len(found), "o", color=BLUE, markersize=4.5, alpha=0.7)
+            if name in ("fedavg", "slow link"):
+                numbers = [float(plan.rows[which].paper[place].split()[0]) for which in (row, plan.base)]
+                said = numbers[0] / numbers[1] if scale != 1 else numbers[0]
+                axes.plot(said, y, "x", color=ORANGE, markersize=6)
+        if log:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.minorticks_off()
+        axes.set_yticks(range(len(rows)), [short.get(row, row) for row in rows], fontsize=8)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.tick_params(labelsize=8)
+        axes.set_xlabel(label, fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
 
 
 def model() -> torch.nn.Sequential:
@@ -145,4 +184,4 @@ def overlap() -> None:
 
 
 if __name__ == "__main__":
-    main({f.__name__: f for f in (hooks, overlap)})
+    main({f.__name__: f for f in (hooks, published, overlap)})
