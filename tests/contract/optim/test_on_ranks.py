@@ -14,10 +14,9 @@ from torch.optim.lr_scheduler import StepLR
 import ltx
 from ltx.errors import OptimError, RankMismatchError
 from ltx.optim import averaged, chain, clip_by_global_norm, ema, from_scheduler, from_torch, linear, partition
-from tests.contract.optim import test_partition
 from tests.contract.optim.test_chain import LEAFWISE
 from tests.contract.optim.test_opaque import Lion
-from tests.contract.optim.test_partition import BIASES, grouped, loss_fn
+from tests.contract.optim.test_partition import BIASES, grouped, loss_fn, problem
 from tests.kinds import Params, Ranks
 from tests.train_on import go_on, refuses
 
@@ -57,9 +56,14 @@ WAYS += [(name, "zero", how) for how in ("update", "backward") for name in ("cli
 WAYS += [("groups", "horovod", how) for how in ("update", "backward")]
 
 
-def problem() -> tuple[Params, Tensor, Tensor]:
-    """In float64: AdamW and Lion divide a gradient by its size, and magnify what is left of it where terms cancel."""
-    params, x, y = test_partition.problem()
+def exact() -> tuple[Params, Tensor, Tensor]:
+    """A problem in float64, drawn in the test's process: LTX_SEED seeds that one, and no worker of a pool.
+
+    AdamW's first step is lr g / (|g| + eps): where |g| is below 1e-8, it changes by up to lr / eps = 1e6 times what g
+    does. In float32 the mean of two halves is 1e-8 from that of the whole: of 400 000 problems 23 parted by more than
+    rtol 1e-4 and atol 1e-6, by up to 6e-3. In float64 it is 1e-16, and the same 23 part by 3e-12 at most.
+    """
+    params, x, y = problem()
     return {name: p.double() for name, p in params.items()}, x.double(), y
 
 
@@ -84,26 +88,26 @@ def trained(name: str, strategy: str, overlap: Any, params: Params, *batch: Tens
     return seen(state.params, state.opt_state)
 
 
-def both(name: str, strategy: str, overlap: Any) -> tuple[Any, Any]:
-    params, x, y = problem()
+def both(name: str, strategy: str, overlap: Any, params: Params, x: Tensor, y: Tensor) -> tuple[Any, Any]:
     return trained(name, strategy, overlap, params, *ltx.shard((x, y))), by_hand(name, params, x, y)
 
 
 def check(found: Any, expected: Any) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.full(but=12)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "strategy", "overlap"), WAYS)
 def test_processes_and_alone(name: str, strategy: str, overlap: str, ranks: Ranks, seed: int) -> None:
-    for found, expected in (both(name, strategy, overlap), *ranks(2).run(both, name, strategy, overlap)):
+    case = (name, strategy, overlap, *exact())
+    for found, expected in (both(*case), *ranks(2).run(both, *case)):
         check(found, expected)
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in OPAQUE])
 def test_simulated_ranks(name: str, seed: int) -> None:
-    params, x, y = problem()
+    params, x, y = exact()
     found = ltx.vmap(partial(trained, name, "ddp", "backward", params))(x.view(2, 8, 4), y.view(2, 8))
     for rank in range(2):
         check(ltx.tree.map(lambda leaf, rank=rank: leaf[rank], found), by_hand(name, params, x, y))
@@ -112,7 +116,7 @@ def test_simulated_ranks(name: str, seed: int) -> None:
 @pytest.mark.slow_compile
 @pytest.mark.full
 def test_compiled(seed: int) -> None:
-    params, x, y = problem()
+    params, x, y = exact()
     train = ltx.train_step(ltx.data_parallel(loss_fn), grouped)
     compiled, _ = torch.compile(train, backend="aot_eager")(train.init(params), x, y)
     expected, _ = grouped.apply(torch.func.grad(loss_fn)(params, x, y), grouped.init(params), params)
