@@ -68,7 +68,10 @@ def entered(rule: Rule | str) -> str:
 
 
 class Function(torch.autograd.Function):
-    """torch's Function with a faster ``apply``: torch 2.13 inspects forward's signature at each call (50 µs).
+    """torch's Function with a faster ``apply``: torch's inspects forward's signature at each call (50 µs).
+
+    torch 2.13 does so in ``Function.apply``, torch 2.14 wherever a ``setup_context`` is apart from ``forward``. What
+    runs outside of ``torch.func`` is therefore one function of both, `_plain`.
 
     Two faults of forward mode are mended. torch turns forward mode off while it runs a ``jvp``, which would silently
     lose an outer level's tangents of the tangents. And outside of torch.func, if the output is a view, torch refuses a
@@ -76,16 +79,19 @@ class Function(torch.autograd.Function):
     """
 
     _recorded: _Recorded
+    _plain: Any
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         run, push = cls.forward, cls.jvp
 
         def forward(*args: Any) -> Any:
-            outputs = run(*args)
-            if not private.has_tangents():
-                return outputs
-            return outputs.clone() if isinstance(outputs, torch.Tensor) else tuple([y.clone() for y in outputs])
+            return _copies(run(*args)) if private.has_tangents() else run(*args)
+
+        def forward_and_context(ctx: Any, *args: Any) -> Any:
+            outputs = _copies(run(*args)) if private.has_tangents() else run(*args)
+            cls.setup_context(ctx, args, outputs)
+            return outputs
 
         def jvp(ctx: Any, *tangents: Any) -> Any:
             with forward_ad._set_fwd_grad_enabled(True):
@@ -93,6 +99,7 @@ class Function(torch.autograd.Function):
 
         forward.__signature__ = inspect.signature(run)  # type: ignore[attr-defined]
         cls.forward, cls.jvp = staticmethod(forward), staticmethod(jvp)  # type: ignore[method-assign]
+        cls._plain = _in_one_level(cls.__name__, forward_and_context, cls.backward, jvp)
         cls._recorded = _Recorded(cls)
 
     @classmethod
@@ -107,7 +114,7 @@ class Function(torch.autograd.Function):
         if not private.in_transform():  # torch's own apply, without its work on each argument
             if any(map(private.is_wrapped, compress(args, map(isinstance, args, repeat(torch.Tensor))))):
                 args = tuple([private.unwrapped_if_dead(x) if isinstance(x, torch.Tensor) else x for x in args])
-            return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+            return cls._plain.apply(*args)
         traced.refuse_blind()
         level = private.innermost()
         if level.key() == private.TransformType.Grad and not torch.overrides.has_torch_function(args):
@@ -123,6 +130,16 @@ class Function(torch.autograd.Function):
             raise
 
 
+def _copies(outputs: Any) -> Any:
+    return outputs.clone() if isinstance(outputs, torch.Tensor) else tuple([y.clone() for y in outputs])
+
+
+def _in_one_level(name: str, forward: Callable[..., Any], backward: Callable[..., Any], jvp: Callable[..., Any]) -> Any:
+    """torch's Function of these rules, for calls that no transform looks at; `forward` takes the context too."""
+    rules = {"forward": forward, "backward": backward, "jvp": jvp}
+    return type(name, (private.SingleLevelFunction,), {key: staticmethod(rule) for key, rule in rules.items()})
+
+
 class _Recorded:
     """The rule of one of :class:`Function`'s subclasses at a level of ``torch.func.grad``.
 
@@ -132,9 +149,9 @@ class _Recorded:
 
     def __init__(self, cls: type[Function]):
         self._cls = cls
-        of: dict[str, Any] = {"forward": self.forward, "setup_context": self.setup_context, "backward": self.backward}
-        rules = {name: staticmethod(rule) for name, rule in of.items()}
-        self._recording: Any = type(f"{cls.__name__}Generated", (private.SingleLevelFunction,), rules)
+        self._recording = _in_one_level(
+            f"{cls.__name__}Generated", self.forward, self.backward, private.SingleLevelFunction.jvp
+        )
 
     def apply(self, level: Any, args: Sequence[Any]) -> Any:
         lift = level._cptr.lift
@@ -142,7 +159,7 @@ class _Recorded:
         with private.in_single_level():
             return self._recording.apply(level, *given)
 
-    def forward(self, level: Any, *args: Any) -> Any:
+    def forward(self, ctx: Any, level: Any, *args: Any) -> Any:
         number = level.level()
         inner = [private.unwrap_for_grad(x, number) if isinstance(x, torch.Tensor) else x for x in args]
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), level.lower():
@@ -152,10 +169,9 @@ class _Recorded:
             same[id(y)] if id(y) in same else private.wrap_for_grad(y, number) if isinstance(y, torch.Tensor) else y
             for y in (outputs if isinstance(outputs, tuple) else (outputs,))
         ]
-        return tuple(wrapped) if isinstance(outputs, tuple) else wrapped[0]
-
-    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        self._cls.setup_context(ctx, inputs[1:], output)
+        given = tuple(wrapped) if isinstance(outputs, tuple) else wrapped[0]
+        self._cls.setup_context(ctx, args, given)
+        return given
 
     def backward(self, ctx: Any, *cotangents: Any) -> Any:
         found = self._cls.backward(ctx, *cotangents)
