@@ -14,6 +14,9 @@ from tests.network.hosts import NEEDS_LINKS, ROOT, links
 
 pytestmark = NEEDS_LINKS
 
+#: Each rank sees its own processes alone, as on a machine of its own: its kernel can't say what became of the other.
+APART = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+
 
 @pytest.mark.full
 def test_both_ends_of_a_link_that_goes_down_are_told() -> None:
@@ -22,7 +25,7 @@ def test_both_ends_of_a_link_that_goes_down_are_told() -> None:
         clean = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
         processes = [
             subprocess.Popen(
-                [*link.prefixes[rank], sys.executable, str(Path(__file__).with_name("silent.py"))],
+                [*link.prefixes[rank], *APART, sys.executable, str(Path(__file__).with_name("silent.py"))],
                 env=clean | meeting | link.environ | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

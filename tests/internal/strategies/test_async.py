@@ -230,7 +230,9 @@ def test_a_peer_that_dies(ranks: Ranks, tmp_path: Path) -> None:
         told = tmp_path / str(i)
         with pytest.raises(WorkerError, match="exited with status 3"):
             ranks(2).run(run, strategy, told)
-        assert "background 0 on axis 'data'" in told.read_text()
+        # A broken connection tells it on the round's own axis; the watcher may be the first to see that rank 1 is gone.
+        said = told.read_text()
+        assert "background 0 on axis 'data'" in said or "the process of rank 1 is gone" in said, said
 
 
 @pytest.mark.full
