@@ -61,6 +61,7 @@ finally:
 if TYPE_CHECKING:
     from ltx import checkpoint, profile, tensor_parallel
     from ltx.core.training.mixed_precision import DynamicLossScale, Precision, mixed_precision
+    from ltx.record import Replayed, record_messages, replay
     from ltx.data import DataPosition, rank_zero_first, share_out, uneven
     from ltx.runtime.per_rank import PerRank
     from ltx.runtime.pool import Pool, launch
@@ -76,6 +77,7 @@ _LATER = {
     **dict.fromkeys(("DynamicLossScale", "Precision", "mixed_precision"), "ltx.core.training.mixed_precision"),
     **dict.fromkeys(("Pool", "launch"), "ltx.runtime.pool"),
     **dict.fromkeys(("progress", "show"), "ltx.runtime.show"),
+    **dict.fromkeys(("Replayed", "record_messages", "replay"), "ltx.record"),
     "BaguaStrategy": "ltx.strategies.bagua",
     "DiLoCoStrategy": "ltx.strategies.diloco",
     "HorovodStrategy": "ltx.strategies.horovod",
@@ -97,6 +99,7 @@ __all__ = [
     "PerRank",
     "Pool",
     "Precision",
+    "Replayed",
     "Strategy",
     "World",
     "ZeroStrategy",
@@ -113,6 +116,8 @@ __all__ = [
     "profile",
     "progress",
     "rank_zero_first",
+    "record_messages",
+    "replay",
     "share_out",
     "show",
     "shutdown",

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class HandedIn:
-    """Set once, when ``ltx`` is imported. The last two may be missing."""
+    """Set once, when ``ltx`` is imported, but for `messages`. The last three may be missing."""
 
     hooks: Any = None  # ltx.hooks
     strategy: Any = None  # of steps that are given none; made once: Dynamo can't make it while it traces
@@ -15,3 +15,5 @@ class HandedIn:
     #: (rank, exchange) -> an ltx.core.comm.transport.Transport, which is among `open_transports` there until it is
     #: closed; None if the ranks share nothing.
     transport: Any = lambda rank, exchange: None
+    #: While messages are recorded or replayed (ltx.record): hears of each channel that opens and each step that begins.
+    messages: Any = None

@@ -93,6 +93,8 @@ class AxisComm(Ranks):
         ordered = (None, None) if background else (self._stream_group, self._backends.device_type)
         channel = Channel(name, self.name, group, self.timeout.total_seconds(), self.peers, transport, *ordered)
         channel.history = deque(maxlen=_HISTORY) if background else None
+        if HandedIn.messages is not None:
+            HandedIn.messages.opened(self, channel)
         return channel
 
     def open_phases(self, count: int) -> None:
@@ -226,6 +228,13 @@ class AxisComm(Ranks):
     def goes_on(self) -> bool:
         self._begin_call(lambda: "a training step")
         return not under_way
+
+    def agreements(self) -> list[Agreement]:
+        """What the ranks have agreed on so far."""
+        return list(self._known.values())
+
+    def forget_agreements(self) -> None:
+        self._known.clear()
 
     def agree(self, keys: Iterable[Any], agreement: Agreement) -> None:
         """Record an agreement about a whole call under the `keys` of its parts."""

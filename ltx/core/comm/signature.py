@@ -165,6 +165,10 @@ class Seen:
     def has(self, fn: Any, key: Hashable = None) -> bool:
         return key in self._of(fn)
 
+    @property
+    def has_any(self) -> bool:
+        return bool(self._keys)
+
     def add(self, fn: Any, key: Hashable = None) -> None:
         self._of(fn).add(key)
 

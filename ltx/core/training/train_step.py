@@ -20,6 +20,7 @@ from ltx.core.base.errors import (
     StepLeftOutError,
     TreeError,
 )
+from ltx.core.base.handed_in import HandedIn
 from ltx.core.base.needs import require
 from ltx.core.gradients.exchange import Exchange
 from ltx.core.gradients.planning import in_step, requires_grad
@@ -266,6 +267,8 @@ class TrainStep(TrainSettings):
         axis, seen = comm.resolve(self.step.axis), state.seen
         if resolved is not None and not resolved.holds(axis, state.held("sync_state").step):
             resolved = None
+        if HandedIn.messages is not None and not in_step.get():
+            HandedIn.messages.step_begins(self, state, *batch)
         if resolved is None or self.check_every is not None:
             self._compare(state, axis, batch)
         sync = state.held("sync_state")
