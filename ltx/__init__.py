@@ -61,8 +61,8 @@ finally:
 if TYPE_CHECKING:
     from ltx import checkpoint, profile, tensor_parallel
     from ltx.core.training.mixed_precision import DynamicLossScale, Precision, mixed_precision
-    from ltx.record import Replayed, record_messages, replay
     from ltx.data import DataPosition, rank_zero_first, share_out, uneven
+    from ltx.record import Replayed, record_messages, replay
     from ltx.runtime.per_rank import PerRank
     from ltx.runtime.pool import Pool, launch
     from ltx.runtime.show import progress, show

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
 
 from ltx.checkpoint import directory, storage
 from ltx.checkpoint.loading import open_checkpoint
@@ -41,9 +42,6 @@ from ltx.core.world.init import init
 from ltx.core.world.world import settings_of_world, world
 from ltx.errors import CheckpointError, InputError, RankMismatchError, ReplicaDivergedError, WorldError
 
-_WORDS = 1024  # the columns of :func:`_digest`
-_BACKEND = "ltx_replay"  # the process groups of a replay, on which every collective raises
-
 
 @contextmanager
 @checked("path", "batches", "max_bytes")
@@ -52,38 +50,36 @@ def record_messages(
 ) -> Iterator[None]:
     """Record what this rank receives in some training steps, so that :func:`replay` can run it alone.
 
-    Put it around the training loop, on the ranks to be recorded: all, or those that go wrong. The record begins before
-    the first step of `steps` and ends before the first one after it that isn't in `steps`, or with the block, also by
-    an exception. It holds the state before the first step, and of each step the batch and the states of the random
-    number generators; all results of collectives, and digests of what this rank sent. Until it ends it is in memory;
-    then it is written to ``path/rank_5/step_00000003``, whole or not at all. Nothing in it is a pickle of a program's
-    objects, and reading runs no code.
+    Put it around the training loop, on all ranks or some. The record begins before the first step of `steps`, and ends
+    before the first step after it that isn't one of them, or with the block, also by an exception. It has the state
+    before its first step, every step's batch and the states of the random number generators, all results of
+    collectives, and digests of what this rank sent. It is in memory until it ends, and then written to
+    ``path/rank_5/step_00000003``, whole or not at all, as a checkpoint is: reading it runs no code.
 
     Args:
-        path: the directory of the records of all ranks; each writes a directory of its own there.
-        steps: the numbers of the steps, such as ``range(3, 8)``, by ``state.step`` before the step. A record begins
-            later if the strategy has an exchange under way.
-        batches: record the batches: dicts with string keys, lists, tuples, tensors, numbers and strings, given by
-            position. False: the replay makes them again.
-        max_bytes: the memory for messages and batches. The record ends after the step that exceeds it, with a warning.
+        path: the directory of the records, on each rank its own or one for all.
+        steps: the numbers of the steps, ``range(3, 8)``, as ``state.step`` is before them. While the strategy has an
+            exchange under way between steps, no record begins.
+        batches: record the batches: tensors, numbers and strings in lists, tuples and dicts, given by position.
+        max_bytes: of messages and batches. After the step in which there are more the record ends, with a warning.
 
     Raises:
         InputError: a batch holds something else; before the step. CheckpointError, OSError: it can't be written.
 
-    A block without a step in `steps` writes nothing and warns. Steps that torch.compile has made one graph of aren't
-    seen.
+    A block without a recorded step writes nothing and warns. Compiled graphs of whole steps aren't seen.
 
     Example:
         >>> import tempfile, torch, ltx
-        >>> train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), ltx.optim.from_torch(torch.optim.SGD, lr=0.5))
+        >>> sgd = ltx.optim.from_torch(torch.optim.SGD, lr=0.5)
+        >>> train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), sgd)
         >>> state, run = train.init(torch.ones(2)), tempfile.mkdtemp()
         >>> with ltx.record_messages(run, steps=range(1, 3)):
         ...     for i in range(4):
         ...         state, metrics = train(state, torch.tensor([1.0, i]))
         >>> with ltx.replay(run, rank=0) as replayed:
         ...     state = replayed.load(train.init(torch.ones(2)))
-        ...     print(state.step, [train(state, *batch)[1].loss for batch in replayed.batches][:1])
-        1 [tensor(1.5000)]
+        ...     state.step, [x.tolist() for (x,) in replayed.batches]
+        (1, [[1.0, 1.0], [1.0, 2.0]])
     """
     if HandedIn.messages is not None:
         raise WorldError("record_messages: this process records or replays messages already. End that block first.")
@@ -92,49 +88,47 @@ def record_messages(
         yield
     finally:
         HandedIn.messages = None
-        recorder.finish()
+        recorder.end()
 
 
 class _Recorder:
-    """What hears of channels and steps while messages are recorded."""
+    """Hears of channels and steps while messages are recorded."""
 
     def __init__(self, path: Path, steps: Container[int], batches: bool, max_bytes: int):
         self._path, self._wanted, self._batches, self._max_bytes = path, steps, batches, max_bytes
         self._record: dict[str, Any] = {}
         self._nbytes, self._ended = 0, False
-        self._axes: dict[str, AxisComm] = {}
-        self._tapped: list[tuple[Any, str]] = []  # (object, name) of the methods that are replaced
+        self._axes: list[tuple[AxisComm, dict[str, Any]]] = []  # with what is recorded of each
+        self._tapped: list[tuple[Any, str]] = []  # objects, and the names of their methods that are replaced
 
-    def step_begins(self, train: Any, state: TrainState, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if self._ended or (not self._record and (state.step not in self._wanted or state.under_way)):
+    def step_begins(self, state: TrainState, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        wanted = state.step in self._wanted
+        if self._ended or (not self._record and (not wanted or state.under_way)):
             return
-        if state.step not in self._wanted or self._nbytes > self._max_bytes:
-            if state.step in self._wanted:
-                said = f"rank {world().rank}: more than max_bytes={self._max_bytes} came before step {state.step}"
-                warnings.warn(f"record_messages: {said}, where the record ends.", RuntimeWarning, stacklevel=4)
-            self.finish()
-            return
-        batch: Any = None
+        if not wanted or self._nbytes > self._max_bytes:
+            if wanted:
+                _warn(f"more than max_bytes={self._max_bytes} came before step {state.step}, where the record ends")
+            return self.end()
         if self._batches:
             if named:
                 raise InputError(f"record_messages: give batches by position, got {sorted(named)}; or batches=False.")
             storage.encode(args, "batch")  # raises what can't be recorded
-            batch = tree.map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, args)
-            self._nbytes += sum(x.nbytes for x in tree.flatten(batch)[0] if isinstance(x, torch.Tensor))
+            args = tree.map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, args)
+            self._nbytes += sum(getattr(x, "nbytes", 0) for x in tree.flatten(args)[0])
         if not self._record:
             self._begin(state)
+        batch = args if self._batches else None
         self._record["steps"].append({"step": state.step, "batch": batch, "random": random_states()})
 
     def _begin(self, state: TrainState) -> None:
         here, mesh = world(), settings_of_world().get("mesh")
         self._record = {
-            "world": [here.rank, here.size, here.local_rank, here.local_size, here.node_rank],
+            "world": {name: getattr(here, name) for name in ("rank", "size", "local_rank", "local_size")},
             "mesh": mesh and dict(mesh),
-            "step": state.step,
-            "updates": updates_of(state),
+            "state": {piece.name: piece.tensor.detach().clone() for piece in storage.leaves_of(state)},
+            "counts": [state.step, updates_of(state)],
             "of_step": state.of_step,
             "strategy": state.layout.strategy,
-            "state": [[piece.name, piece.tensor.detach().clone()] for piece in storage.leaves_of(state)],
             "axes": {},
             "steps": [],
         }
@@ -145,23 +139,28 @@ class _Recorder:
     def opened(self, axis: AxisComm, channel: Channel) -> None:
         if not self._record or self._ended:
             return
-        exchange = axis.peers.store_exchange
-        if (key := _key(axis)) not in self._record["axes"]:
-            found = {"channels": {}, "values": {}, "places": {}, "agreed": {}, "begun": exchange.begun}
-            self._record["axes"][key], self._axes[key] = found | {"compared": axis.compared.has_any}, axis
-            self._tap(axis.peers, "exchange_values", partial(self._values, found["values"]))
-            self._tap(exchange, "exchange", partial(self._places, found["places"]))
-        of_channel = {"start": _counters(channel), "carried": channel.transport is not None, "messages": []}
-        self._record["axes"][key]["channels"][channel.name] = of_channel
-        self._tap(channel, "issue", partial(self._issue, of_channel["messages"]))
+        if channel.name == "user":
+            of_axis = {"channels": {}, "values": {}, "agreed": {}, "compared": axis.compared.has_any}
+            of_axis["begun"] = axis.peers.store_exchange.begun
+            self._record["axes"][_key(axis)] = of_axis
+            self._axes.append((axis, of_axis))
+            self._tap(axis.peers, "exchange_values", partial(self._exchange, of_axis["values"]))
+            self._tap(axis.peers.store_exchange, "exchange", partial(self._exchange, of_axis["values"]))
+        start = [channel.issued, channel.begun, channel.compared, channel.digest]
+        kept: dict[str, Any] = {"start": start, "carried": channel.transport is not None, "messages": []}
+        self._record["axes"][_key(axis)]["channels"][channel.name] = kept
+        self._tap(channel, "issue", partial(self._issue, kept["messages"]))
 
     def _tap(self, of: Any, name: str, instead: Callable[..., Any]) -> None:
         setattr(of, name, partial(instead, getattr(of, name)))
         self._tapped.append((of, name))
 
+    def _exchange(self, kept: dict[str, Any], exchange: Callable[..., list[Any]], at: Any, *call: Any) -> list[Any]:
+        kept.setdefault(_place(at), []).append(got := exchange(at, *call))
+        return got
+
     def _issue(self, messages: list[Any], issue: Callable[..., Work], *call: Any, **named: Any) -> Work:
-        operation, buffer, label, arguments = (*call, ())[:4]
-        message = [operation, label, *_sent(buffer, named.get("arguments", arguments), named.get("note", ())), None]
+        message = [*_sent(*call, **named), None]
         work = issue(*call, **named)
         messages.append(message)
         finish = work._finish
@@ -169,86 +168,74 @@ class _Recorder:
         def arrived(completed: torch.Tensor) -> torch.Tensor:
             result = finish(completed)
             with private.below_modes(), torch.no_grad():
-                kept = result.detach().clone()
-            message[-1] = [kept, work.total, [float(x) for x in work.note]]
-            self._nbytes += kept.nbytes
+                message[-1] = [result.detach().clone(), work.total, [float(x) for x in work.note]]
+            self._nbytes += result.nbytes
             return result
 
         work._finish = arrived
         return work
 
-    def _values(
-        self, kept: dict[str, Any], exchange: Callable[..., list[Any]], signature: Signature, *call: Any, **named: Any
-    ) -> list[Any]:
-        got = exchange(signature, *call, **named)
-        kept.setdefault(str(signature.fingerprint), []).append(got)
-        return got
-
-    def _places(
-        self, kept: dict[str, Any], exchange: Callable[..., list[Any]], place: str, *call: Any, **named: Any
-    ) -> list[Any]:
-        kept[place] = exchange(place, *call, **named)
-        return list(kept[place])
-
-    def finish(self) -> None:
-        """End the record, and write it, if it has begun."""
+    def end(self) -> None:
+        """End the record, and write it."""
         for of, name in self._tapped:
-            vars(of).pop(name, None)
-        self._tapped.clear()
-        if self._ended:
+            del vars(of)[name]
+        for axis, of_axis in self._axes:
+            of_axis["agreed"] = {str(each.fingerprint): each.offer for each in axis.known.values()}
+        self._tapped, self._axes = [], []
+        record, ended, self._record, self._ended = self._record, self._ended, {}, True
+        if not record and not ended:
+            _warn(f"no step of {self._wanted} was seen, so nothing is recorded. Compiled graphs' steps aren't seen")
+        if not record:
             return
-        self._ended = True
-        if not self._record:
-            said = f"rank {world().rank}: no step of {self._wanted} was seen, so nothing is recorded"
-            why = "Steps of compiled graphs aren't seen, and none begins with an exchange under way"
-            warnings.warn(f"record_messages: {said}. {why}.", RuntimeWarning, stacklevel=4)
-            return
-        for key, axis in self._axes.items():
-            known = axis.agreements()
-            self._record["axes"][key]["agreed"] = {str(each.fingerprint): each.offer for each in known}
-        self._write()
-        self._record, self._axes = {"written": True}, {}
-
-    def _write(self) -> None:
-        rank = self._record["world"][0]
-        base = self._path / f"rank_{rank}"
-        base.mkdir(parents=True, exist_ok=True)
-        final = directory.step_path(base, self._record["step"])
-        temporary = directory.hidden(base, final.name)
-        temporary.mkdir()
+        rank, (step, _) = record["world"]["rank"], record["counts"]
+        final = directory.step_path(self._path / f"rank_{rank}", step)
+        temporary = directory.hidden(final.parent, final.name)
+        temporary.mkdir(parents=True)
         try:
-            written = storage.write(temporary, rank, storage.encode(self._record, "record"))
+            written = storage.write(temporary, rank, storage.encode(record, "record"))
             storage.write_metadata(temporary, [written])
             files = directory.describe(temporary, [f"__{rank}_0.distcp", storage.METADATA])
-            directory.commit(temporary, final, {"format": directory.FORMAT, "files": files, "ranks": 1, "record": True})
+            directory.commit(temporary, final, {"format": directory.FORMAT, "files": files, "ranks": 1})
         except BaseException:
             directory.remove(temporary)
             raise
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"record_messages: rank {world().rank}: {text}.", RuntimeWarning, stacklevel=4)
 
 
 def _key(axis: AxisComm) -> str:
     return f"{axis.name} of ranks {axis.global_ranks}"
 
 
-def _counters(channel: Channel) -> list[int]:
-    return [channel.issued, channel.begun, channel.compared, channel.digest]
+def _place(at: Signature | str) -> str:
+    """The name of an exchange in a record: by its signature, or its place in the store."""
+    return at if isinstance(at, str) else str(at.fingerprint)
 
 
-def _sent(buffer: torch.Tensor, arguments: tuple[int, ...], note: Any) -> list[Any]:
-    """What is compared of a message that this rank sends: a text of its kind, and a digest of its values."""
-    return [f"{tree.describe(buffer)}{list(arguments) or ''}", _digest(buffer) + "".join(f" {x!r}" for x in note)]
+def _sent(
+    operation: str,
+    buffer: torch.Tensor,
+    label: str,
+    arguments: tuple[int, ...] = (),
+    *_: Any,
+    note: Any = (),
+    **__: Any,
+) -> list[str]:
+    """Of a call of :meth:`Channel.issue`: what is compared of it, its label, and a digest of the values.
 
-
-def _digest(x: torch.Tensor) -> str:
-    """64 bits of `x`, at the speed of a sum; 64-bit words that are 1024 places apart may change places unnoticed."""
+    64 bits, at the speed of a sum. It doesn't see 64-bit words change places that are a multiple of 1024 apart.
+    """
     with private.below_modes(), torch.no_grad():
-        data = values(x.detach()).view(-1).view(torch.uint8)
-        whole = data.numel() // (8 * _WORDS) * (8 * _WORDS)
+        data = values(buffer.detach()).view(-1).view(torch.uint8)
+        whole = data.numel() & -8192
         found = hashlib.blake2b(bytes_of(data[whole:]), digest_size=8)
         if whole:
             words = data[:whole] if data.storage_offset() % 8 == 0 else data[:whole].clone()
-            found.update(bytes_of(words.view(torch.int64).view(-1, _WORDS).sum(0)))
-    return found.hexdigest()
+            found.update(bytes_of(words.view(torch.int64).view(-1, 1024).sum(0)))
+    digest = " ".join([found.hexdigest(), *map(repr, note)])
+    return [f"{operation}{list(arguments) or ''} of {tree.describe(buffer)}", label, digest]
 
 
 # --- replay ----------------------------------------------------------------------------------------------------------
@@ -259,156 +246,146 @@ class Replayed:
     """One rank of a recorded training, alone in this process; what :func:`replay` gives.
 
     Attributes:
-        rank: the rank that was recorded.
-        steps: the numbers of its steps.
+        rank: the recorded rank.
+        steps: the numbers of the recorded steps.
     """
 
     rank: int
-    steps: tuple[int, ...]
+    steps: list[int]
     _record: dict[str, Any]
     _check_sent: bool
     _loaded: bool = False
-    _at: int | None = None  # the number of the present step
+    _step: int | None = None
 
     def load(self, state: TrainState) -> TrainState:
-        """The state before the first step, and the begin of the record: collectives now give what they gave then.
+        """The state before the first step. From now on the program receives what the rank received then.
 
-        Before this, they give what they would if all ranks had this one's values, so that ``train.init`` can run.
+        Until now collectives give what they do where all ranks have the same values: ``train.init`` needs them.
 
         Args:
             state: a state of the same structure, such as ``train.init(params)``. It isn't changed.
 
         Raises:
-            InputError: the record's state has other leaves.
+            InputError: the recorded state has other leaves.
         """
         storage.check_state("Replayed.load", state)
-        pieces, kept = storage.leaves_of(state), dict(self._record["state"])
-        mine = {piece.name: tree.describe(piece.tensor) for piece in pieces}
-        theirs = {name: tree.describe(x) for name, x in kept.items()}
-        if apart := sorted(name for name in {*mine, *theirs} if mine.get(name) != theirs.get(name)):
-            name, fix = apart[0], f"Build the state as it was recorded (with {self._record['strategy']})"
-            raise InputError(f"replay: leaf {name!r} is {theirs.get(name)} in the record, {mine.get(name)} here. {fix}.")
-        read: TrainState = tree.unflatten(
-            tree.flatten(state)[1], [kept[piece.name].to(piece.tensor.device, copy=True) for piece in pieces]
-        )
+        pieces, kept, (step, updates) = storage.leaves_of(state), self._record["state"], self._record["counts"]
+        here = {piece.name: tree.describe(piece.tensor) for piece in pieces}
+        then = {name: tree.describe(x) for name, x in kept.items()}
+        for name in sorted({*here, *then}):
+            if here.get(name) != then.get(name):
+                said = f"leaf {name!r} is {then.get(name)} in the record, and {here.get(name)} in the state"
+                raise InputError(f"replay: {said}. Build it as in the recorded training ({self._record['strategy']}).")
+        leaves = [kept[piece.name].to(piece.tensor.device, copy=True) for piece in pieces]
+        read: TrainState = tree.unflatten(tree.flatten(state)[1], leaves)
         sync = replace(read.held("sync_state"), clock=state.held("sync_state").clock)
-        read = counted(
-            replace(read, module=state.module, sync_state=sync), self._record["step"], self._record["updates"]
-        )
-        read.__dict__["of_step"] = self._record["of_step"]  # else the step's summary says that the program made it
+        read = counted(replace(read, module=state.module, sync_state=sync), step, updates)
+        read.__dict__["of_step"] = self._record["of_step"]  # it is part of what the rank sends
         self._loaded = True
         for axis in comm.communicators():
-            axis.forget_agreements()
+            axis.known.clear()
             for channel in axis.channels:
                 self.opened(axis, channel)
         return read
 
     @property
     def batches(self) -> Iterator[tuple[Any, ...]]:
-        """The batches of the recorded steps, each as the tuple of the arguments that followed the state."""
+        """Each step's batch, as the tuple of the arguments after the state: ``train(state, *batch)``."""
         for step in self._record["steps"]:
             if step["batch"] is None:
-                raise InputError("replay: recorded with batches=False. Make the batches as the training did.")
+                raise InputError("replay: the record was made with batches=False. Make them as the training did.")
             yield step["batch"]
 
-    def step_begins(self, train: Any, state: TrainState, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def step_begins(self, state: TrainState, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         if not self._loaded or state.step not in self.steps:
-            what = f"has steps {self.steps[0]} to {self.steps[-1]}, and step {state.step} was called"
-            fix = "Begin with state = replayed.load(train.init(params)), and run so many steps as were recorded"
-            raise InputError(f"replay: the record of rank {self.rank} {what}. {fix}.")
-        self._at = state.step
+            raise InputError(
+                f"replay: step {state.step} isn't in the record of rank {self.rank}, which has steps {self.steps}. "
+                "Begin with state = replayed.load(train.init(params)), and do as many steps."
+            )
+        self._step = state.step
         set_random_states(next(step["random"] for step in self._record["steps"] if step["step"] == state.step))
-
-    def opened(self, axis: AxisComm, channel: Channel) -> None:
-        known = self._of(axis)["channels"].get(channel.name, {"start": [0] * 4, "carried": False, "messages": []})
-        vars(channel)["issue"] = partial(self._issue, axis, channel, known["messages"], known["start"][1])
-        channel.transport = _CARRIED if known["carried"] else None
-        if self._loaded:
-            channel.issued, channel.begun, channel.compared, channel.digest = known["start"]
-            axis.peers.store_exchange.begun = self._of(axis)["begun"]
-            axis.compared = _AllSeen() if self._of(axis)["compared"] else Seen()
 
     def _of(self, axis: AxisComm) -> dict[str, Any]:
         """What is recorded of an axis."""
-        nothing = {"channels": {}, "values": {}, "places": {}, "agreed": {}, "begun": 0, "compared": False}
-        return dict(self._record["axes"].get(_key(axis), nothing))
+        nothing = {"channels": {}, "values": {}, "agreed": {}, "begun": 0, "compared": False}
+        found: dict[str, Any] = self._record["axes"].get(_key(axis), nothing)
+        return found
+
+    def opened(self, axis: AxisComm, channel: Channel) -> None:
+        of_axis = self._of(axis)
+        known = of_axis["channels"].get(channel.name, {"start": [0] * 4, "carried": False, "messages": []})
+        vars(channel)["issue"] = partial(self._issue, axis, channel, iter(known["messages"]))
+        channel.transport = _CARRIED if known["carried"] else None
+        if self._loaded:
+            channel.issued, channel.begun, channel.compared, channel.digest = known["start"]
+        if self._loaded and channel.name == "user":
+            axis.peers.store_exchange.begun = of_axis["begun"]
+            axis.compared = _AllSeen() if of_axis["compared"] else Seen()
 
     def _issue(
         self,
         axis: AxisComm,
         channel: Channel,
-        messages: list[Any],
-        start: int,
+        messages: Iterator[Any],
         operation: str,
         buffer: torch.Tensor,
-        label: str,
-        arguments: tuple[int, ...] = (),
-        summed: bool = False,
-        on_host: bool = False,
-        note: Any = (),
-        eager: bool = False,
+        *call: Any,
+        **named: Any,
     ) -> Work:
-        """Takes the place of :meth:`Channel.issue`."""
+        """In place of :meth:`Channel.issue`."""
         channel.begun += 1
         axis.peers.own.sent += 1
         if not self._loaded:
             work = Work.arrived(channel, _alike(operation, buffer, channel.rank, channel.size))
-            work.note = [channel.size * x for x in note]
+            work.note = [channel.size * x for x in named.get("note", ())]
             return work
-        what, digest = _sent(buffer, arguments, note)
-        place = channel.begun - start - 1
-        expected = messages[place] if place < len(messages) else None
-        if expected is None or expected[0] != operation or expected[2] != what:
-            self._refuse(axis, channel, expected, f"{operation} of {what} ({label})")
-        if self._check_sent and expected[3] != digest:
+        what, label, digest = _sent(operation, buffer, *call, **named)
+        expected, _, sent, got = next(messages, ("nothing more", "", "", None))
+        if expected != what:
+            self._refuse(axis, channel, expected, f"{what} ({label})")
+        if self._check_sent and sent != digest:
             raise ReplicaDivergedError(
-                f"{self._where(axis, channel)} this rank now sends other values than it sent in {operation} of {what} "
-                f"({label}): digest {expected[3]}, now {digest}. All that it sent before was the same bit for bit, so "
-                "what was computed since then differs. Run the recorded program, on the same kind of machine, with as "
-                "many threads and the same torch; to go on with what peers sent then, replay(..., check_sent=False)."
+                f"{self._where(axis, channel)} sends other values than then in {what} ({label}): digest {digest}, "
+                f"recorded {sent}. What it sent before was the same bit for bit, so what it computed since differs. "
+                "Run the recorded program, with the same torch, number of threads and kind of machine. "
+                "replay(..., check_sent=False) goes on with what the peers sent then."
             )
-        if expected[4] is None:
-            self._refuse(axis, channel, None, f"the result of {operation} ({label}), for which it hadn't waited")
-        kept, total, sums = expected[4]
-        in_place = OPERATIONS[operation].in_place and kept.shape == buffer.shape and kept.dtype == buffer.dtype
+        if got is None:
+            self._refuse(axis, channel, f"{what} whose result wasn't waited for", f"{what} ({label})")
+        kept, total, note = got
         with private.below_modes(), torch.no_grad():
-            value = buffer.copy_(kept) if in_place else kept.to(buffer.device, copy=True)
-        work = Work.arrived(channel, value)
-        work.total, work.note = total, sums
+            in_place = OPERATIONS[operation].in_place and (kept.shape, kept.dtype) == (buffer.shape, buffer.dtype)
+            work = Work.arrived(channel, buffer.copy_(kept) if in_place else kept.to(buffer.device, copy=True))
+        work.total, work.note = total, note
         return work
 
     def _where(self, axis: AxisComm, channel: Channel) -> str:
-        at = "before the first step" if self._at is None else f"in or after step {self._at}"
-        return f"rank {self.rank}: at call {channel.begun} of channel {channel.name!r} of axis {axis.name!r}, {at},"
+        at = "before its first step" if self._step is None else f"at step {self._step}"
+        return f"rank {self.rank}, {at}, in call {channel.begun} on channel {channel.name!r} of axis {axis.name!r}"
 
-    def _refuse(self, axis: AxisComm, channel: Channel, expected: Any, got: str) -> None:
-        """Raise: the program has left the record."""
-        what = "the record has nothing more" if expected is None else f"{expected[0]} of {expected[2]} ({expected[1]})"
+    def _refuse(self, axis: AxisComm, channel: Channel, expected: str, got: str) -> None:
         raise RankMismatchError(
-            f"{self._where(axis, channel)} the replay left the record: expected {what}, got {got}. Run the program "
-            "that was recorded: the same model, strategy and batches, and the same collectives in the same order."
+            f"{self._where(axis, channel)}, has left the record: expected {expected}, got {got}. Run the recorded "
+            "program: with the same model, strategy and batches, and the same collectives in the same order."
         )
 
     def agreed(self, axis: AxisComm, channel: Channel, signature: Signature, offer: Any) -> Any:
-        """Takes the place of :meth:`Peers.compare`."""
-        if not self._loaded:
-            return offer
-        known, of_axis = str(signature.fingerprint), self._of(axis)
-        if known not in of_axis["agreed"]:
-            messages = of_axis["channels"].get(channel.name, {"messages": (), "start": [0] * 4})
-            place = channel.begun - messages["start"][1]
+        """In place of :meth:`Peers.compare`."""
+        of_axis, known = self._of(axis), str(signature.fingerprint)
+        if self._loaded and known not in of_axis["agreed"]:
             channel.begun += 1
-            self._refuse(axis, channel, [*messages["messages"][place:], None][0], signature.brief)
-        return of_axis["agreed"][known]
+            place = channel.begun - 1 - of_axis["channels"][channel.name]["start"][1]
+            then = [each[0] for each in of_axis["channels"][channel.name]["messages"][place:]]
+            self._refuse(axis, channel, [*then, "nothing more"][0], signature.brief)
+        return of_axis["agreed"][known] if self._loaded else offer
 
-    def exchanged(self, axis: AxisComm, kind: str, at: str, value: Any, what: str) -> list[Any]:
-        """Takes the place of an exchange through the store."""
+    def exchanged(self, axis: AxisComm, at: Signature | str, value: Any) -> list[Any]:
+        """In place of an exchange through the store."""
         if not self._loaded:
             return [value] * axis.size
-        kept = self._of(axis)[kind].get(at)
-        if not kept:
-            self._refuse(axis, axis.user, None, f"an exchange of values, {what}")
-        return list(kept.pop(0) if kind == "values" else kept)
+        if not (kept := self._of(axis)["values"].get(_place(at))):
+            self._refuse(axis, axis.user, "no such exchange of values", at if isinstance(at, str) else at.brief)
+        return list(kept.pop(0))
 
 
 class _AllSeen(Seen):
@@ -423,38 +400,33 @@ class _Alone(Peers):
 
     def __init__(self, axis: Any, *how: Any):
         super().__init__(axis, *how)
-        self._replayed: Any = HandedIn.messages
-        exchanged: Callable[..., Any] = lambda place, value, what, *_: self._replayed.exchanged(
-            axis, "places", place, value, what
-        )
-        vars(self.store_exchange)["exchange"] = exchanged
+        self._replayed: Replayed = HandedIn.messages
+        vars(self.store_exchange)["exchange"] = lambda place, value, *_: self._replayed.exchanged(axis, place, value)
 
     def compare(self, channel: Any, signature: Signature, offer: Any) -> Any:
         channel.compared += 1
-        return self._replayed.agreed(self.axis, channel, signature, offer)
+        return self._replayed.agreed(self.axis, channel, signature, offer)  # type: ignore[arg-type]
 
     def exchange_values(
         self, signature: Signature, value: Any, place: str | None = None, wait: bool = True
     ) -> list[Any]:
-        at = str(signature.fingerprint)
-        return list(self._replayed.exchanged(self.axis, "values", at, value, signature.brief)) if wait else []
+        return self._replayed.exchanged(self.axis, signature, value) if wait else []  # type: ignore[arg-type]
 
 
-#: In place of shared memory, on channels that had it: they carry notes.
+#: In place of the shared memory of channels that had it.
 _CARRIED: Any = SimpleNamespace(
     error=None, busy=False, failures=dict, lost_peers=list, room=lambda nbytes: None, close=lambda: None
 )
 
 
 def _alike(operation: str, x: torch.Tensor, rank: int, n: int) -> torch.Tensor:
-    """The result of a collective if all ranks send `x`."""
-    if operation == "psum":
-        return x if x.dtype is torch.bool else x.mul_(n)
+    """The result of a collective where all ranks send `x`."""
     if operation in ("all_gather", "gather"):
         return x.expand(n, *x.shape).clone()
-    if operation in ("psum_scatter", "scatter"):
-        return x[rank] * n if operation == "psum_scatter" else x[rank].clone()
-    return x[rank].expand_as(x).clone() if operation == "all_to_all" else x
+    if operation in ("psum_scatter", "scatter", "all_to_all"):
+        row = x[rank] * n if operation == "psum_scatter" else x[rank]
+        return row.expand_as(x).clone() if operation == "all_to_all" else row.clone()
+    return x.mul_(n) if operation == "psum" and x.dtype is not torch.bool else x
 
 
 @contextmanager
@@ -464,30 +436,27 @@ def replay(
 ) -> Iterator[Replayed]:
     """Run one rank of a training that :func:`record_messages` has recorded, alone in this process.
 
-    In the block :func:`ltx.world` has that rank, and the size of the training. Run the same program: ``train.init``,
-    ``replayed.load``, then the steps. Collectives, losses, states and errors are what they were, bit for bit, on the
-    same kind of machine with as many threads and the same torch. No peer is needed, so the program may stand still in a
-    debugger or print what it likes.
+    In the block :func:`ltx.world` is that rank's. Run the same program there: ``train.init``, ``replayed.load``, the
+    steps. States, losses, results of collectives and errors are what they were, bit for bit, with the same torch,
+    number of threads and kind of machine. Nobody waits for it: it may stand in a debugger.
 
     Args:
-        path: as in :func:`record_messages`. rank: the rank to run.
-        step: the first step of the record; None: the latest of this rank.
-        check_sent: compare what this rank sends with what it sent. False: go on with what peers sent then, after a
-            change of the program that doesn't change what it calls.
+        path: as for :func:`record_messages`. rank: the rank to run. step: the record's first step; None: the latest.
+        check_sent: raise where the program sends other values than then. False: after a change of the program that
+            leaves its calls alike, go on with what peers sent then.
 
     Raises:
-        CheckpointError: there is no record, or it isn't whole.
-        WorldError: this process has a world already.
-        RankMismatchError: in the block: the program calls something else than it did.
-        ReplicaDivergedError: in the block: it sends other values.
-        InputError: in the block: a step that wasn't recorded.
+        CheckpointError: there is no record, or it isn't whole. WorldError: this process has a world already.
+        RankMismatchError: in the block: the program calls something else than then.
+        ReplicaDivergedError: in the block: it sends other values. InputError: in the block: a step isn't recorded.
 
     Example:
         >>> import tempfile, torch, ltx
-        >>> train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), ltx.optim.from_torch(torch.optim.SGD, lr=0.5))
-        >>> run, x = tempfile.mkdtemp(), torch.ones(2)
-        >>> with ltx.record_messages(run, steps=range(0, 1)):
-        ...     state, _ = train(train.init(torch.ones(2)), x)
+        >>> sgd = ltx.optim.from_torch(torch.optim.SGD, lr=0.5)
+        >>> train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), sgd)
+        >>> run = tempfile.mkdtemp()
+        >>> with ltx.record_messages(run, steps=range(1)):
+        ...     state, _ = train(train.init(torch.ones(2)), torch.ones(2))
         >>> with ltx.replay(run, rank=0) as replayed:
         ...     again = replayed.load(train.init(torch.zeros(2)))
         ...     for batch in replayed.batches:
@@ -495,19 +464,21 @@ def replay(
         >>> torch.equal(state.params, again.params)
         True
     """
-    record = _read(Path(os.path.abspath(path)) / f"rank_{rank}", step)
+    base = Path(os.path.abspath(path)) / f"rank_{rank}"
+    found = [at for at in directory.steps(base) if step in (None, at)]
+    if not found:
+        raise CheckpointError(f"replay: there is no record{'' if step is None else f' of step {step}'} under {base}.")
+    record = open_checkpoint(directory.step_path(base, found[0]), 0, 1).structure("record")
     if dist.is_initialized() or HandedIn.messages is not None or settings_of_world():
         raise WorldError("replay: this process has a world, or records messages. Replay in a process of its own.")
-    own, size, local_rank, local_size, _ = record["world"]
-    replayed = Replayed(own, tuple(each["step"] for each in record["steps"]), record, check_sent)
+    place = dict(record["world"])
+    replayed = Replayed(rank, [each["step"] for each in record["steps"]], record, check_sent)
     peers, HandedIn.peers, HandedIn.messages = HandedIn.peers, _Alone, replayed
     try:
-        where: dict[str, Any] = {}
-        if size > 1:
-            where = {"master": "localhost:1", "local_rank": local_rank, "local_size": local_size}
-            _register()
-            dist.init_process_group(_BACKEND, store=dist.HashStore(), rank=own, world_size=size)
-        with init(rank=own, size=size, mesh=record["mesh"], **where):
+        if place["size"] > 1:
+            _open_group(place["rank"], place["size"])
+            place["master"] = "localhost:1"  # where nobody listens, nor needs to
+        with init(mesh=record["mesh"], **place):
             yield replayed
     finally:
         HandedIn.peers, HandedIn.messages = peers, None
@@ -515,31 +486,19 @@ def replay(
             dist.destroy_process_group()
 
 
-def _read(base: Path, step: int | None) -> dict[str, Any]:
-    found = [at for at in directory.steps(base) if step in (None, at)]
-    if not found:
-        others = sorted(each.name for each in base.parent.glob("rank_*")) if base.parent.is_dir() else []
-        raise CheckpointError(
-            f"replay: there is no record{'' if step is None else f' of step {step}'} under {base}; found: {others}."
-        )
-    record: dict[str, Any] = open_checkpoint(directory.step_path(base, found[0]), 0, 1).structure("record")
-    if not isinstance(record, dict) or "axes" not in record:
-        raise CheckpointError(f"replay: {base} holds a checkpoint, not a record of messages.")
-    return record
+_BACKEND = "ltx_replay"
 
 
-def _register() -> None:
-    """Let torch know the backend of replays."""
-    if _BACKEND in HOST_BLOCKING:
-        return
-    from torch._C._distributed_c10d import FakeProcessGroup  # ty: ignore
-
-    kind: Any = FakeProcessGroup
+def _open_group(rank: int, size: int) -> None:
+    """Initialise torch.distributed with groups on which every collective raises."""
+    fake: Any = FakeProcessGroup
 
     def make(store: Any, rank: int, size: int, timeout: Any) -> Any:
-        options = kind.Options()
+        options = fake.Options()
         options.error_on_collective = True
-        return kind._create_internal(rank, size, options)
+        return fake._create_internal(rank, size, options)
 
-    HOST_BLOCKING.add(_BACKEND)
-    dist.Backend.register_backend(_BACKEND, make, devices=["cpu", "cuda"])
+    if _BACKEND not in HOST_BLOCKING:
+        HOST_BLOCKING.add(_BACKEND)
+        dist.Backend.register_backend(_BACKEND, make, devices=["cpu", "cuda"])
+    dist.init_process_group(_BACKEND, store=dist.HashStore(), rank=rank, world_size=size)

@@ -58,7 +58,7 @@ class AxisComm(Ranks):
             group = self._open_group(group.backend, "group", self.name)
         self.group: Any = group  # None once the world is gone
         self._backends = backends_of(group)
-        self._known: dict[Any, Agreement] = {}
+        self.known: dict[Any, Agreement] = {}  # what the ranks have agreed on
         self.closed = False
         self.compared = Seen()
         self.buffer_pool = BufferPool(self._room)  # of the gradients' buckets
@@ -200,9 +200,9 @@ class AxisComm(Ranks):
         and `offer`, which gives a JSON value that may differ between ranks: all ranks take rank 0's.
         """
         self._begin_call(lambda: describe().brief)
-        known = self._known.get(key)
+        known = self.known.get(key)
         if under_way and channel is not self.background:
-            known = self._known[key] = under_way[-1].negotiate(self, key, describe, offer, known)
+            known = self.known[key] = under_way[-1].negotiate(self, key, describe, offer, known)
         elif known is None:
             signature = describe()
             if channel in self._phases:
@@ -210,7 +210,7 @@ class AxisComm(Ranks):
                 self.check_usable()
             with self.passes.aborted_by(*((DeadlockDetectedError,) if channel in self._phases else ())):
                 value = self.peers.compare(channel, signature, offer())
-            known = self._known[key] = Agreement(signature, signature.fingerprint, value)
+            known = self.known[key] = Agreement(signature, signature.fingerprint, value)
         return known
 
     def _begin_call(self, what: Callable[[], str]) -> None:
@@ -229,17 +229,10 @@ class AxisComm(Ranks):
         self._begin_call(lambda: "a training step")
         return not under_way
 
-    def agreements(self) -> list[Agreement]:
-        """What the ranks have agreed on so far."""
-        return list(self._known.values())
-
-    def forget_agreements(self) -> None:
-        self._known.clear()
-
     def agree(self, keys: Iterable[Any], agreement: Agreement) -> None:
         """Record an agreement about a whole call under the `keys` of its parts."""
         parts = list(keys)
-        self._known.update(dict.fromkeys(parts, agreement))
+        self.known.update(dict.fromkeys(parts, agreement))
         if under_way:
             under_way[-1].cover(self, parts)
 

@@ -268,7 +268,7 @@ class TrainStep(TrainSettings):
         if resolved is not None and not resolved.holds(axis, state.held("sync_state").step):
             resolved = None
         if HandedIn.messages is not None and not in_step.get():
-            HandedIn.messages.step_begins(self, state, *batch)
+            HandedIn.messages.step_begins(state, *batch)
         if resolved is None or self.check_every is not None:
             self._compare(state, axis, batch)
         sync = state.held("sync_state")
