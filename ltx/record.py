@@ -22,21 +22,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeProcessGroup
+from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 
 from ltx.checkpoint import directory, storage
 from ltx.checkpoint.loading import open_checkpoint
-from ltx.core import comm
 from ltx.core.base import private, tree
 from ltx.core.base.arguments import checked
 from ltx.core.base.handed_in import HandedIn
-from ltx.core.comm.axis_comm import AxisComm
-from ltx.core.comm.backends import HOST_BLOCKING
-from ltx.core.comm.channel import Channel, Work
+from ltx.core.comm import HOST_BLOCKING, AxisComm, Channel, Signature, Work, communicators
 from ltx.core.comm.operations import OPERATIONS
 from ltx.core.comm.peers import Peers
-from ltx.core.comm.signature import Seen, Signature
-from ltx.core.training.train_state import TrainState, counted, random_states, set_random_states, updates_of
+from ltx.core.comm.signature import Seen
+from ltx.core.training.train_state import TrainState, random_states, set_random_states
 from ltx.core.transforms.compare import bytes_of, values
 from ltx.core.world.init import init
 from ltx.core.world.world import settings_of_world, world
@@ -50,23 +47,22 @@ def record_messages(
 ) -> Iterator[None]:
     """Record what this rank receives in some training steps, so that :func:`replay` can run it alone.
 
-    Put it around the training loop, on all ranks or some. The record begins before the first step of `steps`, and ends
-    before the first step after it that isn't one of them, or with the block, also by an exception. It has the state
-    before its first step, every step's batch and the states of the random number generators, all results of
-    collectives, and digests of what this rank sent. It is in memory until it ends, and then written to
+    Put it around the training loop, on all ranks or some. A record has the state before its first step, each step's
+    batch and random states, all results of collectives, and digests of what this rank sent. It is in memory until a
+    step that isn't one of `steps`, or until the block ends, also by an exception; then it is written to
     ``path/rank_5/step_00000003``, whole or not at all, as a checkpoint is: reading it runs no code.
 
     Args:
-        path: the directory of the records, on each rank its own or one for all.
-        steps: the numbers of the steps, ``range(3, 8)``, as ``state.step`` is before them. While the strategy has an
-            exchange under way between steps, no record begins.
-        batches: record the batches: tensors, numbers and strings in lists, tuples and dicts, given by position.
-        max_bytes: of messages and batches. After the step in which there are more the record ends, with a warning.
+        path: the directory of the records; ranks may share it.
+        steps: the numbers of the steps, ``range(3, 8)``, as ``state.step`` is before them. No record begins while the
+            strategy has an exchange under way between steps.
+        batches: record batches, which are tensors, numbers and strings in lists, tuples and dicts, given by position.
+        max_bytes: of messages and batches; the record ends with the step in which there are more, and with a warning.
 
     Raises:
         InputError: a batch holds something else; before the step. CheckpointError, OSError: it can't be written.
 
-    A block without a recorded step writes nothing and warns. Compiled graphs of whole steps aren't seen.
+    A block that records nothing warns, and writes nothing. Compiled graphs of whole steps aren't seen.
 
     Example:
         >>> import tempfile, torch, ltx
@@ -125,14 +121,12 @@ class _Recorder:
         self._record = {
             "world": {name: getattr(here, name) for name in ("rank", "size", "local_rank", "local_size")},
             "mesh": mesh and dict(mesh),
-            "state": {piece.name: piece.tensor.detach().clone() for piece in storage.leaves_of(state)},
-            "counts": [state.step, updates_of(state)],
+            "state": {path: x.clone() for path, x in state.state_dict().items()},
             "of_step": state.of_step,
-            "strategy": state.layout.strategy,
             "axes": {},
             "steps": [],
         }
-        for axis in comm.communicators():
+        for axis in communicators():
             for channel in axis.channels:
                 self.opened(axis, channel)
 
@@ -160,7 +154,7 @@ class _Recorder:
         return got
 
     def _issue(self, messages: list[Any], issue: Callable[..., Work], *call: Any, **named: Any) -> Work:
-        message = [*_sent(*call, **named), None]
+        message: list[Any] = [*_sent(*call, **named), None]
         work = issue(*call, **named)
         messages.append(message)
         finish = work._finish
@@ -187,8 +181,8 @@ class _Recorder:
             _warn(f"no step of {self._wanted} was seen, so nothing is recorded. Compiled graphs' steps aren't seen")
         if not record:
             return
-        rank, (step, _) = record["world"]["rank"], record["counts"]
-        final = directory.step_path(self._path / f"rank_{rank}", step)
+        rank = record["world"]["rank"]
+        final = directory.step_path(self._path / f"rank_{rank}", record["steps"][0]["step"])
         temporary = directory.hidden(final.parent, final.name)
         temporary.mkdir(parents=True)
         try:
@@ -243,12 +237,7 @@ def _sent(
 
 @dataclass(eq=False)
 class Replayed:
-    """One rank of a recorded training, alone in this process; what :func:`replay` gives.
-
-    Attributes:
-        rank: the recorded rank.
-        steps: the numbers of the recorded steps.
-    """
+    """One rank of a recorded training, alone in this process: `rank`, and the numbers of its `steps`."""
 
     rank: int
     steps: list[int]
@@ -258,35 +247,20 @@ class Replayed:
     _step: int | None = None
 
     def load(self, state: TrainState) -> TrainState:
-        """The state before the first step. From now on the program receives what the rank received then.
+        """`state` with the values before the first step. From now on the program receives what the rank received then.
 
-        Until now collectives give what they do where all ranks have the same values: ``train.init`` needs them.
-
-        Args:
-            state: a state of the same structure, such as ``train.init(params)``. It isn't changed.
-
-        Raises:
-            InputError: the recorded state has other leaves.
+        Until now collectives give what they do where all ranks have the same values, as ``train.init`` needs them.
+        `state`: one of the same structure, such as ``train.init(params)``; its tensors are written to. Raises InputError
+        if leaves differ.
         """
-        storage.check_state("Replayed.load", state)
-        pieces, kept, (step, updates) = storage.leaves_of(state), self._record["state"], self._record["counts"]
-        here = {piece.name: tree.describe(piece.tensor) for piece in pieces}
-        then = {name: tree.describe(x) for name, x in kept.items()}
-        for name in sorted({*here, *then}):
-            if here.get(name) != then.get(name):
-                said = f"leaf {name!r} is {then.get(name)} in the record, and {here.get(name)} in the state"
-                raise InputError(f"replay: {said}. Build it as in the recorded training ({self._record['strategy']}).")
-        leaves = [kept[piece.name].to(piece.tensor.device, copy=True) for piece in pieces]
-        read: TrainState = tree.unflatten(tree.flatten(state)[1], leaves)
-        sync = replace(read.held("sync_state"), clock=state.held("sync_state").clock)
-        read = counted(replace(read, module=state.module, sync_state=sync), step, updates)
-        read.__dict__["of_step"] = self._record["of_step"]  # it is part of what the rank sends
+        state.load_state_dict(self._record["state"])
+        state.__dict__["of_step"] = self._record["of_step"]  # it is part of what the rank sends
         self._loaded = True
-        for axis in comm.communicators():
+        for axis in communicators():
             axis.known.clear()
             for channel in axis.channels:
                 self.opened(axis, channel)
-        return read
+        return state
 
     @property
     def batches(self) -> Iterator[tuple[Any, ...]]:
@@ -305,44 +279,39 @@ class Replayed:
         self._step = state.step
         set_random_states(next(step["random"] for step in self._record["steps"] if step["step"] == state.step))
 
-    def _of(self, axis: AxisComm) -> dict[str, Any]:
-        """What is recorded of an axis."""
-        nothing = {"channels": {}, "values": {}, "agreed": {}, "begun": 0, "compared": False}
-        found: dict[str, Any] = self._record["axes"].get(_key(axis), nothing)
-        return found
-
     def opened(self, axis: AxisComm, channel: Channel) -> None:
-        of_axis = self._of(axis)
-        known = of_axis["channels"].get(channel.name, {"start": [0] * 4, "carried": False, "messages": []})
-        vars(channel)["issue"] = partial(self._issue, axis, channel, iter(known["messages"]))
-        channel.transport = _CARRIED if known["carried"] else None
-        if self._loaded:
-            channel.issued, channel.begun, channel.compared, channel.digest = known["start"]
-        if self._loaded and channel.name == "user":
-            axis.peers.store_exchange.begun = of_axis["begun"]
-            axis.compared = _AllSeen() if of_axis["compared"] else Seen()
+        of_axis, of_channel = self._of(axis, channel)
+        vars(channel)["issue"] = partial(self._issue, axis, channel)
+        channel.transport = _CARRIED if of_channel["carried"] else None
+        if not self._loaded:
+            return
+        channel.issued, channel.begun, channel.compared, channel.digest = of_channel["start"]
+        if channel.name == "user":
+            axis.peers.store_exchange.begun, axis.compared = of_axis["begun"], Seen()
+            if of_axis["compared"]:  # what is compared once was, before the record
+                vars(axis.compared)["has"] = lambda fn, key=None: True
+
+    def _of(self, axis: AxisComm, channel: Channel) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What is recorded of an axis, and of a channel."""
+        of_axis = self._record["axes"].get(
+            _key(axis), {"channels": {}, "values": {}, "agreed": {}, "begun": 0, "compared": False}
+        )
+        return of_axis, of_axis["channels"].get(channel.name, {"start": [0] * 4, "carried": False, "messages": []})
 
     def _issue(
-        self,
-        axis: AxisComm,
-        channel: Channel,
-        messages: Iterator[Any],
-        operation: str,
-        buffer: torch.Tensor,
-        *call: Any,
-        **named: Any,
+        self, axis: AxisComm, channel: Channel, operation: str, buffer: torch.Tensor, *call: Any, **named: Any
     ) -> Work:
         """In place of :meth:`Channel.issue`."""
-        channel.begun += 1
         axis.peers.own.sent += 1
         if not self._loaded:
             work = Work.arrived(channel, _alike(operation, buffer, channel.rank, channel.size))
             work.note = [channel.size * x for x in named.get("note", ())]
             return work
         what, label, digest = _sent(operation, buffer, *call, **named)
-        expected, _, sent, got = next(messages, ("nothing more", "", "", None))
-        if expected != what:
-            self._refuse(axis, channel, expected, f"{what} ({label})")
+        expected, _, sent, got = self._next(axis, channel)
+        if expected != what or got is None:
+            then = expected if expected != what else f"{what}, whose result wasn't waited for"
+            raise self._left(axis, channel, then, f"{what} ({label})")
         if self._check_sent and sent != digest:
             raise ReplicaDivergedError(
                 f"{self._where(axis, channel)} sends other values than then in {what} ({label}): digest {digest}, "
@@ -350,8 +319,6 @@ class Replayed:
                 "Run the recorded program, with the same torch, number of threads and kind of machine. "
                 "replay(..., check_sent=False) goes on with what the peers sent then."
             )
-        if got is None:
-            self._refuse(axis, channel, f"{what} whose result wasn't waited for", f"{what} ({label})")
         kept, total, note = got
         with private.below_modes(), torch.no_grad():
             in_place = OPERATIONS[operation].in_place and (kept.shape, kept.dtype) == (buffer.shape, buffer.dtype)
@@ -359,40 +326,37 @@ class Replayed:
         work.total, work.note = total, note
         return work
 
+    def _next(self, axis: AxisComm, channel: Channel) -> Any:
+        """The message that comes next in the record of a channel."""
+        _, of_channel = self._of(axis, channel)
+        channel.begun += 1
+        place = channel.begun - of_channel["start"][1] - 1
+        return [*of_channel["messages"][place : place + 1], ("nothing more", "", "", None)][0]
+
     def _where(self, axis: AxisComm, channel: Channel) -> str:
         at = "before its first step" if self._step is None else f"at step {self._step}"
         return f"rank {self.rank}, {at}, in call {channel.begun} on channel {channel.name!r} of axis {axis.name!r}"
 
-    def _refuse(self, axis: AxisComm, channel: Channel, expected: str, got: str) -> None:
-        raise RankMismatchError(
+    def _left(self, axis: AxisComm, channel: Channel, expected: str, got: str) -> RankMismatchError:
+        return RankMismatchError(
             f"{self._where(axis, channel)}, has left the record: expected {expected}, got {got}. Run the recorded "
             "program: with the same model, strategy and batches, and the same collectives in the same order."
         )
 
     def agreed(self, axis: AxisComm, channel: Channel, signature: Signature, offer: Any) -> Any:
         """In place of :meth:`Peers.compare`."""
-        of_axis, known = self._of(axis), str(signature.fingerprint)
-        if self._loaded and known not in of_axis["agreed"]:
-            channel.begun += 1
-            place = channel.begun - 1 - of_axis["channels"][channel.name]["start"][1]
-            then = [each[0] for each in of_axis["channels"][channel.name]["messages"][place:]]
-            self._refuse(axis, channel, [*then, "nothing more"][0], signature.brief)
-        return of_axis["agreed"][known] if self._loaded else offer
+        agreed, known = self._of(axis, channel)[0]["agreed"], str(signature.fingerprint)
+        if self._loaded and known not in agreed:
+            raise self._left(axis, channel, self._next(axis, channel)[0], signature.brief)
+        return agreed[known] if self._loaded else offer
 
     def exchanged(self, axis: AxisComm, at: Signature | str, value: Any) -> list[Any]:
         """In place of an exchange through the store."""
         if not self._loaded:
             return [value] * axis.size
-        if not (kept := self._of(axis)["values"].get(_place(at))):
-            self._refuse(axis, axis.user, "no such exchange of values", at if isinstance(at, str) else at.brief)
+        if not (kept := self._of(axis, axis.user)[0]["values"].get(_place(at))):
+            raise self._left(axis, axis.user, "no such exchange of values", getattr(at, "brief", at))
         return list(kept.pop(0))
-
-
-class _AllSeen(Seen):
-    """Nothing is compared for the first time: that was before the record."""
-
-    def has(self, fn: Any, key: Any = None) -> bool:
-        return True
 
 
 class _Alone(Peers):
@@ -501,4 +465,4 @@ def _open_group(rank: int, size: int) -> None:
     if _BACKEND not in HOST_BLOCKING:
         HOST_BLOCKING.add(_BACKEND)
         dist.Backend.register_backend(_BACKEND, make, devices=["cpu", "cuda"])
-    dist.init_process_group(_BACKEND, store=dist.HashStore(), rank=rank, world_size=size)
+    dist.init_process_group(_BACKEND, store=HashStore(), rank=rank, world_size=size)
