@@ -14,7 +14,7 @@ import os
 import warnings
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -250,8 +250,8 @@ class Replayed:
         """`state` with the values before the first step. From now on the program receives what the rank received then.
 
         Until now collectives give what they do where all ranks have the same values, as ``train.init`` needs them.
-        `state`: one of the same structure, such as ``train.init(params)``; its tensors are written to. Raises InputError
-        if leaves differ.
+        `state`: one of the same structure, such as ``train.init(params)``, whose tensors are written to. Raises
+        InputError if leaves differ.
         """
         state.load_state_dict(self._record["state"])
         state.__dict__["of_step"] = self._record["of_step"]  # it is part of what the rank sends
@@ -355,7 +355,7 @@ class Replayed:
         if not self._loaded:
             return [value] * axis.size
         if not (kept := self._of(axis, axis.user)[0]["values"].get(_place(at))):
-            raise self._left(axis, axis.user, "no such exchange of values", getattr(at, "brief", at))
+            raise self._left(axis, axis.user, "no such exchange of values", at if isinstance(at, str) else at.brief)
         return list(kept.pop(0))
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ import ltx
 from ltx.errors import (
     CheckpointError,
     InputError,
-    LtxError,
     NotFiniteError,
     RankMismatchError,
     ReplicaDivergedError,
@@ -128,3 +127,133 @@ def test_each_rank_alone_is_what_it_was(ranks: Ranks, tmp_path: Path, kind: str,
     are = in_another_process(f"[replay(Path({str(tmp_path)!r}), {kind!r}, rank) for rank in range({SIZE})]", tmp_path)
     for rank, (then, now) in enumerate(zip(were, are, strict=True)):
         assert [*map(torch.equal, then, now)] == [True] * len(then), f"rank {rank}"
+
+
+@pytest.fixture
+def recorded(ranks: Ranks, tmp_path: Path) -> Path:
+    """A record of steps 3 to 9 of two ranks."""
+    ranks(2).run(partial(record, tmp_path, "DDP", 3))
+    return tmp_path
+
+
+def test_a_record_of_a_world_of_one(tmp_path: Path) -> None:
+    then = record(tmp_path, "DDP", 3)
+    with ltx.replay(tmp_path, rank=0) as replayed:
+        train = KINDS["DDP"]()
+        now = trained(train, replayed.load(train.init(params())), replayed.batches)
+    assert all(map(torch.equal, then, now))
+    assert replayed.steps == [3, 4, 5, 6, 7, 8, 9]
+
+
+def test_another_collective_has_left_the_record(recorded: Path) -> None:
+    train = KINDS["DDP"]()
+    with ltx.replay(recorded, rank=1) as replayed:
+        state, batch = replayed.load(train.init(params())), next(replayed.batches)
+        state, _ = train(state, *batch)
+        with pytest.raises(RankMismatchError) as raised:
+            ltx.psum(torch.ones(5))
+    said = str(raised.value)
+    assert re.match(r"rank 1, at step 3, in call \d+ on channel 'user' of axis 'data', has left the record: ", said)
+    assert re.search(r"expected psum of .*, got psum\(.*float32\[5\]\)\.", said)
+    assert said.endswith(
+        ". Run the recorded program: with the same model, strategy and batches, and the same collectives in the same "
+        "order."
+    )
+
+
+def test_other_values_sent(recorded: Path) -> None:
+    train = KINDS["DDP"]()
+    for check_sent in (True, False):
+        with ltx.replay(recorded, rank=1, check_sent=check_sent) as replayed:
+            state, (x, y) = replayed.load(train.init(params())), next(replayed.batches)
+            if check_sent:
+                with pytest.raises(ReplicaDivergedError, match=r"rank 1, at step 3, .* sends other values than then"):
+                    train(state, x + 1, y)
+            else:
+                assert train(state, x + 1, y)[0].step == 4
+
+
+def test_steps_and_states_that_are_not_in_the_record(recorded: Path) -> None:
+    train, other = KINDS["DDP"](), train_step(optimizer=SGD)
+    with ltx.replay(recorded, rank=0) as replayed:
+        with pytest.raises(InputError, match=r"step 0 isn't in the record of rank 0, which has steps \[3, 4, "):
+            train(train.init(params()), torch.ones(6, 8), torch.ones(6, 3))
+        with pytest.raises(InputError, match="differ in their leaves"):
+            replayed.load(other.init(params()))
+    with pytest.raises(CheckpointError, match=r"there is no record under .*rank_7"), ltx.replay(recorded, rank=7):
+        pass
+    with ltx.init(rank=0, size=1), pytest.raises(WorldError, match="has a world"), ltx.replay(recorded, rank=0):
+        pass
+
+
+def test_a_damaged_record_is_refused(recorded: Path) -> None:
+    (file,) = recorded.glob("rank_0/step_*/*.distcp")
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"expected .* bytes, found"), ltx.replay(recorded, rank=0):
+        pass
+    file.unlink()
+    (file.parent / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"manifest\.json can't be read"), ltx.replay(recorded, rank=0):
+        pass
+
+
+def test_collectives_beside_ltx_raise(recorded: Path) -> None:
+    with ltx.replay(recorded, rank=0), pytest.raises(RuntimeError, match="FakeProcessGroup"):
+        torch.distributed.all_reduce(torch.ones(2))
+
+
+def not_a_number(run: Path) -> str:
+    """Train until a NaN, which comes in step 4 from rank 2's batch alone; gives the error's text."""
+    train, rank = train_step(guard="raise"), ltx.world().rank
+    state = train.init(params())
+    try:
+        with ltx.record_messages(run, steps=range(2, 8)):
+            for step, (x, y) in enumerate(batches("DDP")):
+                x[3, 5] = float("inf") if (rank, step) == (2, 4) else 0.0
+                state, _ = train(state, x, y)
+    except NotFiniteError as error:
+        return str(error)
+    return ""
+
+
+def test_where_a_nan_comes_from(ranks: Ranks, tmp_path: Path) -> None:
+    texts = ranks(3).run(partial(not_a_number, tmp_path))
+    train = train_step(guard="raise")
+    with ltx.replay(tmp_path, rank=2) as replayed:
+        state = replayed.load(train.init(params()))
+        for x, y in islice(replayed.batches, 2):
+            state, _ = train(state, x, y)
+        x, y = [*replayed.batches][2]
+        with pytest.raises(NotFiniteError) as raised:
+            train(state, x, y)
+    assert str(raised.value) == texts[2]
+    assert (state.step, replayed.steps) == (4, [2, 3, 4])
+    assert (~x.isfinite()).nonzero().tolist() == [[3, 5]]
+
+
+def test_what_is_not_recorded(tmp_path: Path) -> None:
+    train = KINDS["DDP"]()
+    nothing = r"rank 0: no step of range\(50, 60\) was seen, so nothing is recorded"
+    with pytest.warns(RuntimeWarning, match=nothing), ltx.record_messages(tmp_path, steps=range(50, 60)):
+        trained(train, train.init(params()), batches("DDP"))
+    assert not any(tmp_path.iterdir())
+
+
+def test_batches_that_cannot_be_recorded(tmp_path: Path) -> None:
+    train = KINDS["DDP"]()
+    state, y = train.init(params()), torch.ones(6, 3)
+    for given, named, why in (
+        (({1}, y), {}, "of type set, which"),
+        ((), {"x": torch.ones(6, 8), "y": y}, r"give batches by position, got \['x', 'y'\]; or batches=False"),
+    ):
+        recording = ltx.record_messages(tmp_path, steps=range(50))
+        with pytest.warns(RuntimeWarning, match="nothing is recorded"), pytest.raises(InputError, match=why), recording:
+            train(state, *given, **named)
+
+
+def test_a_bound_on_size(tmp_path: Path) -> None:
+    train, full = KINDS["DDP"](), "rank 0: more than max_bytes=100 came before step 1, where the record ends"
+    with pytest.warns(RuntimeWarning, match=full), ltx.record_messages(tmp_path, steps=range(9), max_bytes=100):
+        trained(train, train.init(params()), batches("DDP"))
+    with ltx.replay(tmp_path, rank=0) as replayed:
+        assert replayed.steps == [0]
