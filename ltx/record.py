@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 from ltx.checkpoint import directory, storage
 from ltx.checkpoint.loading import open_checkpoint
 from ltx.core.base import private, tree
-from ltx.core.base.arguments import checked
+from ltx.core.base.arguments import brief, checked, is_whole
 from ltx.core.base.handed_in import HandedIn
 from ltx.core.comm import HOST_BLOCKING, AxisComm, Channel, Signature, Work, communicators
 from ltx.core.comm.operations import OPERATIONS
@@ -43,7 +43,7 @@ from ltx.errors import CheckpointError, InputError, RankMismatchError, ReplicaDi
 @contextmanager
 @checked("path", "batches", "max_bytes")
 def record_messages(
-    path: str | os.PathLike[str], *, steps: Container[int], batches: bool = True, max_bytes: int = 4 << 30
+    path: str | os.PathLike[str], *, steps: Collection[int], batches: bool = True, max_bytes: int = 4 << 30
 ) -> Iterator[None]:
     """Record what this rank receives in some training steps, so that :func:`replay` can run it alone.
 
@@ -60,7 +60,7 @@ def record_messages(
         max_bytes: of messages and batches; the record ends with the step in which there are more, and with a warning.
 
     Raises:
-        InputError: a batch holds something else; before the step. CheckpointError, OSError: it can't be written.
+        InputError: a batch holds something else; before the step. CheckpointError: it can't be written.
 
     A block that records nothing warns, and writes nothing. Compiled graphs of whole steps aren't seen.
 
@@ -79,6 +79,12 @@ def record_messages(
     """
     if HandedIn.messages is not None:
         raise WorldError("record_messages: this process records or replays messages already. End that block first.")
+    if not isinstance(steps, range):
+        if not isinstance(steps, list | tuple | set | frozenset) or not all(map(is_whole, steps)):
+            raise InputError(
+                f"record_messages: steps are the numbers of steps, such as range(3, 8), got {brief(steps)}."
+            )
+        steps = frozenset(steps)
     HandedIn.messages = recorder = _Recorder(Path(os.path.abspath(path)), steps, batches, max_bytes)
     try:
         yield
@@ -90,7 +96,7 @@ def record_messages(
 class _Recorder:
     """Hears of channels and steps while messages are recorded."""
 
-    def __init__(self, path: Path, steps: Container[int], batches: bool, max_bytes: int):
+    def __init__(self, path: Path, steps: Collection[int], batches: bool, max_bytes: int):
         self._path, self._wanted, self._batches, self._max_bytes = path, steps, batches, max_bytes
         self._record: dict[str, Any] = {}
         self._nbytes, self._ended = 0, False
@@ -133,6 +139,9 @@ class _Recorder:
     def opened(self, axis: AxisComm, channel: Channel) -> None:
         if not self._record or self._ended:
             return
+        if channel.name == "user" and _key(axis) in self._record["axes"]:
+            _warn(f"another axis {axis.name!r} is opened, as in a new world. The record ends here")
+            return self.end()
         if channel.name == "user":
             of_axis = {"channels": {}, "values": {}, "agreed": {}, "compared": axis.compared.has_any}
             of_axis["begun"] = axis.peers.store_exchange.begun
@@ -184,14 +193,17 @@ class _Recorder:
         rank = record["world"]["rank"]
         final = directory.step_path(self._path / f"rank_{rank}", record["steps"][0]["step"])
         temporary = directory.hidden(final.parent, final.name)
-        temporary.mkdir(parents=True)
         try:
+            temporary.mkdir(parents=True)
             written = storage.write(temporary, rank, storage.encode(record, "record"))
             storage.write_metadata(temporary, [written])
             files = directory.describe(temporary, [f"__{rank}_0.distcp", storage.METADATA])
             directory.commit(temporary, final, {"format": directory.FORMAT, "files": files, "ranks": 1})
-        except BaseException:
-            directory.remove(temporary)
+        except BaseException as error:
+            if temporary.exists():
+                directory.remove(temporary)
+            if isinstance(error, OSError | ValueError):  # a full disk; not a name
+                raise CheckpointError(f"record_messages: rank {rank}: {final} can't be written: {error}") from error
             raise
 
 

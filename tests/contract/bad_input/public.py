@@ -73,6 +73,13 @@ def _entered(context: AbstractContextManager[Any]) -> Any:
         return entered
 
 
+def _recorded(recording: AbstractContextManager[None]) -> None:
+    """A step of a training that is recorded."""
+    train, state = trained()
+    with recording:
+        train(state, batch())
+
+
 def _first(iterator: Iterator[Any]) -> Any:
     return next(iter(iterator), None)
 
@@ -124,6 +131,8 @@ def calls(folder: Path) -> dict[str, list[Call]]:
     ddp = ltx.DDPStrategy()
     dp = ltx.data_parallel(loss)
     checkpoint.save(folder, state, data={"seen": 1})
+    record = folder / "record"
+    _recorded(ltx.record_messages(record, steps=[0]))
     exact = hooks.AllReduce()
     lossy = hooks.TopK(0.5)
     adam = optim.from_torch(torch.optim.AdamW, lr=0.1)
@@ -366,6 +375,11 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         ],
         # --- the wire
         "ltx.debug_checks": [Call(ltx.debug_checks, (), {"same_lines": True}, _entered)],
+        "ltx.record_messages": [
+            Call(ltx.record_messages, (folder,), {"steps": [0], "batches": True, "max_bytes": 1 << 20}, _recorded)
+        ],
+        "ltx.replay": [Call(ltx.replay, (record, 0), {"step": None, "check_sent": True}, _entered)],
+        "ltx.Replayed": [],
         "ltx.profile.record": [Call(ltx.profile.record, (), {}, _entered)],
         "ltx.profile.timeline": [Call(ltx.profile.timeline, ([trace],), {}, _uses)],
         "ltx.profile.Timeline": [],
