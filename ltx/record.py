@@ -144,7 +144,7 @@ class _Recorder:
             return self.end()
         if channel.name == "user":
             of_axis = {"channels": {}, "values": {}, "agreed": {}, "compared": axis.compared.has_any}
-            of_axis["begun"] = axis.peers.store_exchange.begun
+            of_axis |= {"begun": axis.peers.store_exchange.begun, "world": axis.peers.world}
             self._record["axes"][_key(axis)] = of_axis
             self._axes.append((axis, of_axis))
             self._tap(axis.peers, "exchange_values", partial(self._exchange, of_axis["values"]))
@@ -158,8 +158,12 @@ class _Recorder:
         setattr(of, name, partial(instead, getattr(of, name)))
         self._tapped.append((of, name))
 
-    def _exchange(self, kept: dict[str, Any], exchange: Callable[..., list[Any]], at: Any, *call: Any) -> list[Any]:
-        kept.setdefault(_place(at), []).append(got := exchange(at, *call))
+    def _exchange(
+        self, kept: dict[str, Any], exchange: Callable[..., list[Any]], at: Any, *call: Any, **named: Any
+    ) -> list[Any]:
+        got = exchange(at, *call, **named)
+        if named.get("wait", True):  # else nobody's values are there
+            kept.setdefault(_place(at), []).append(got)
         return got
 
     def _issue(self, messages: list[Any], issue: Callable[..., Work], *call: Any, **named: Any) -> Work:
@@ -300,13 +304,14 @@ class Replayed:
         channel.issued, channel.begun, channel.compared, channel.digest = of_channel["start"]
         if channel.name == "user":
             axis.peers.store_exchange.begun, axis.compared = of_axis["begun"], Seen()
+            axis.peers.world = of_axis["world"] or axis.peers.world  # with which peers have sealed objects
             if of_axis["compared"]:  # what is compared once was, before the record
                 vars(axis.compared)["has"] = lambda fn, key=None: True
 
     def _of(self, axis: AxisComm, channel: Channel) -> tuple[dict[str, Any], dict[str, Any]]:
         """What is recorded of an axis, and of a channel."""
         of_axis = self._record["axes"].get(
-            _key(axis), {"channels": {}, "values": {}, "agreed": {}, "begun": 0, "compared": False}
+            _key(axis), {"channels": {}, "values": {}, "agreed": {}, "begun": 0, "compared": False, "world": ""}
         )
         return of_axis, of_axis["channels"].get(channel.name, {"start": [0] * 4, "carried": False, "messages": []})
 
@@ -414,7 +419,8 @@ def replay(
 
     In the block :func:`ltx.world` is that rank's. Run the same program there: ``train.init``, ``replayed.load``, the
     steps. States, losses, results of collectives and errors are what they were, bit for bit, with the same torch,
-    number of threads and kind of machine. Nobody waits for it: it may stand in a debugger.
+    number of threads and kind of machine. Nobody waits for it: it may stand in a debugger. A program that exchanges objects
+    needs the training's ``LTX_KEY``, with which ranks have sealed these.
 
     Args:
         path: as for :func:`record_messages`. rank: the rank to run. step: the record's first step; None: the latest.
