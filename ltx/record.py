@@ -419,8 +419,8 @@ def replay(
 
     In the block :func:`ltx.world` is that rank's. Run the same program there: ``train.init``, ``replayed.load``, the
     steps. States, losses, results of collectives and errors are what they were, bit for bit, with the same torch,
-    number of threads and kind of machine. Nobody waits for it: it may stand in a debugger. A program that exchanges objects
-    needs the training's ``LTX_KEY``, with which ranks have sealed these.
+    number of threads and kind of machine. Nobody waits for it: it may stand in a debugger. Objects that ranks exchange
+    are sealed with the training's ``LTX_KEY``, which the replay needs then.
 
     Args:
         path: as for :func:`record_messages`. rank: the rank to run. step: the record's first step; None: the latest.
