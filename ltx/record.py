@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 
 from ltx.checkpoint import directory, storage
 from ltx.checkpoint.loading import open_checkpoint
@@ -473,14 +472,14 @@ _BACKEND = "ltx_replay"
 
 def _open_group(rank: int, size: int) -> None:
     """Initialise torch.distributed with groups on which every collective raises."""
-    fake: Any = FakeProcessGroup
+    torchs: Any = dist
 
     def make(store: Any, rank: int, size: int, timeout: Any) -> Any:
-        options = fake.Options()
+        options = private.FakeProcessGroup.Options()
         options.error_on_collective = True
-        return fake._create_internal(rank, size, options)
+        return private.FakeProcessGroup._create_internal(rank, size, options)
 
     if _BACKEND not in HOST_BLOCKING:
         HOST_BLOCKING.add(_BACKEND)
         dist.Backend.register_backend(_BACKEND, make, devices=["cpu", "cuda"])
-    dist.init_process_group(_BACKEND, store=HashStore(), rank=rank, world_size=size)
+    dist.init_process_group(_BACKEND, store=torchs.HashStore(), rank=rank, world_size=size)

@@ -213,6 +213,9 @@ fused_adam, fused_adamw, fused_sgd, fused_adagrad = map(
     _of_torch, ("torch:_fused_adam_", "torch:_fused_adamw_", "torch:_fused_sgd_", "torch:_fused_adagrad_")
 )
 
+#: A process group without a network.
+FakeProcessGroup: Any = _of_torch("torch._C._distributed_c10d:FakeProcessGroup")
+
 
 def capturing() -> bool:
     """Whether the current stream records a CUDA graph now."""
