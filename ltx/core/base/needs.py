@@ -92,6 +92,12 @@ TABLE = {
         lambda x: x.offers.elementwise,
         f"{_ELEMENTWISE}, or {_DDP}",
     ),
+    "ZeRO, hook": Need(
+        "ZeroStrategy.comm_hook",
+        "messages, each of which can be decoded by itself, as every rank gets its own part",
+        lambda x, of_messages: of_messages(x),
+        "use FP16, BF16, ByteGrad, Quantize, QSGD, OneBit or TopK, or hooks.after(steps, one of them)",
+    ),
     "outer, optimizer": Need(
         "DiLoCoStrategy.outer",
         "an optimizer for gradients that updates each parameter by itself",

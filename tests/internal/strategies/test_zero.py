@@ -13,9 +13,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import ltx
-from ltx import Precision
-from ltx.errors import StrategyError
-from ltx.strategies.zero import MeanPart, Shards
+from ltx import Precision, hooks
+from ltx.errors import StepError, StrategyError
+from ltx.strategies.zero_parts import MeanPart, Shards
 from tests import train_on
 from tests.kinds import Params, Ranks
 
@@ -235,3 +235,183 @@ def test_gradients_may_travel_in_half_precision(dtype: torch.dtype, ranks: Ranks
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
     assert sent == 2 * 10 // 2
     assert ltx.hooks.cast(MeanPart(), dtype) == MeanPart(dtype)
+
+
+# --- lossy hooks -----------------------------------------------------------------------------------------------------
+
+LOSSY = {
+    "fp16": hooks.FP16(),
+    "bf16, fed back": hooks.error_feedback(hooks.BF16()),
+    "bytegrad": hooks.ByteGrad(),
+    "quantize": hooks.Quantize(),
+    "qsgd": hooks.QSGD(),
+    "onebit": hooks.OneBit(block=8),
+    "topk": hooks.TopK(0.3),
+    "warmed up": hooks.after(3, hooks.OneBit(block=8)),
+}
+
+
+def real_params() -> Params:
+    return {name: x for name, x in params_of_all_kinds().items() if not x.is_complex()}
+
+
+def real_loss(p: Params, x: Tensor) -> Tensor:
+    return loss({**p, "complex": torch.zeros(1, dtype=torch.complex64)}, x)
+
+
+def coded(hook: Any, **fields: Any) -> Any:
+    strategy = ltx.ZeroStrategy(comm_hook=hook, **fields)
+    return ltx.train_step(ltx.data_parallel(real_loss, strategy), ADAMW, donate=False)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_no_update_is_lost_and_replicas_have_the_same_bits(name: str, n: int, ranks: Ranks) -> None:
+    """What replicas have and what ranks haven't sent yet add up to what the optimizer made of the same gradients."""
+
+    def on_a_rank(hook: Any) -> tuple[Params, Params]:
+        train = coded(hook, **BUCKETS)
+        state, replicas, sums = train.init(real_params()), [], []
+        for step in range(6):
+            whole = train.gather(state)
+            before = {name: p.double() + whole.opt_state.unsent[name].view(p.shape) for name, p in state.params.items()}
+            state, _ = train(state, batch(step))
+            whole = train.gather(state)
+            replicas.append(state.params)
+            after = {name: p.double() + whole.opt_state.unsent[name].view(p.shape) for name, p in state.params.items()}
+            sums.append({name: after[name] - before[name] for name in after})
+        return replicas[-1], sums[-1]
+
+    found = ranks(n).run(on_a_rank, LOSSY[name])
+    params, moved = found.replicated()
+    assert all(x.isfinite().all() for x in params.values())
+    # AdamW's step is at most its learning rate times sqrt(1 - b2^t) / (1 - b1^t), and weight decay
+    assert all(x.abs().max() < 0.1 for x in moved.values() if x.numel())
+    assert any(x.abs().max() > 0 for x in moved.values() if x.numel())
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_simulated_ranks_do_what_processes_do(name: str, ranks: Ranks) -> None:
+    hook, xs = LOSSY[name], torch.randn(4, 2, 8, 6)
+
+    def on_a_rank() -> Params:
+        return train_on.go_on(coded(hook), coded(hook).init(real_params()), map(train_on.mine, xs)).state.params
+
+    expected = ranks(2).run(on_a_rank).replicated()
+    train = coded(hook)
+    state = train.init(real_params())
+    for x in xs:
+        state, _ = ltx.vmap(train, in_dims=(None if state.step == 0 else 0, 0))(state, x)
+    got = {key: x[0] for key, x in state.params.items()}
+    assert_close(got, expected, 1e-2 if name == "qsgd" else 1e-4)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_the_exact_hook_is_zero_itself(n: int, ranks: Ranks) -> None:
+    assert (
+        ltx.ZeroStrategy(comm_hook=hooks.AllReduce()) == ltx.ZeroStrategy() == ltx.ZeroStrategy(comm_hook="allreduce")
+    )
+
+    def on_a_rank(hook: Any) -> Params:
+        return train_on.go_on(coded(hook), coded(hook).init(real_params()), map(batch, range(4))).state.params
+
+    never = ranks(n).run(on_a_rank, hooks.after(100, hooks.OneBit())).replicated()
+    assert_close(never, ranks(n).run(on_a_rank, hooks.AllReduce()).replicated())
+
+
+def test_what_wasnt_sent_is_sent_when_the_hook_becomes_exact(ranks: Ranks) -> None:
+    def on_a_rank() -> tuple[float, float]:
+        train = coded(hooks.after(3, hooks.AllReduce(), first=hooks.OneBit(block=8)))
+        state = train_on.go_on(train, train.init(real_params()), map(batch, range(3))).state
+        lossy = sum(float(x.abs().sum()) for x in ltx.tree.flatten(state.opt_state.unsent)[0])
+        state, _ = train(state, batch(3))
+        wide = [x for name, x in state.opt_state.unsent.items() if name != "half"]
+        return lossy, sum(float(x.abs().sum()) for x in wide)
+
+    for lossy, exact in ranks(2).run(on_a_rank):
+        assert lossy > 1e-2
+        assert exact < 1e-5
+
+
+@pytest.mark.parametrize("name", ["bytegrad", "onebit"])
+def test_coded_training_goes_on_from_a_checkpoint_on_other_ranks(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    def save() -> Params:
+        train = coded(LOSSY[name])
+        state = train_on.go_on(train, train.init(real_params()), map(batch, range(3))).state
+        ltx.checkpoint.save(tmp_path, state)
+        return train.gather(state).opt_state.unsent
+
+    def load() -> tuple[Params, Params]:
+        train = coded(LOSSY[name])
+        state = ltx.checkpoint.load(tmp_path, train.init(real_params()), per_rank="mean").state
+        unsent = train.gather(state).opt_state.unsent
+        return unsent, train(state, batch(3))[0].params
+
+    saved = ranks(2).run(save).replicated()
+    for n in (1, 2, 3):
+        unsent, _ = ranks(n).run(load).replicated()
+        assert all(torch.equal(unsent[key], x) for key, x in saved.items())
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        hooks.PowerSGD(),
+        hooks.RandomK(),
+        hooks.Noop(),
+        hooks.chain(hooks.AllReduce(), hooks.ByteGrad()),
+        hooks.after(3, hooks.PowerSGD()),
+    ],
+    ids=repr,
+)
+def test_hooks_without_messages_are_refused(hook: Any) -> None:
+    with pytest.raises(StrategyError, match=r"ZeroStrategy.comm_hook needs messages, .* use FP16, BF16, ByteGrad"):
+        ltx.ZeroStrategy(comm_hook=hook)
+
+
+def test_what_coded_parameters_cant_do_is_refused() -> None:
+    with pytest.raises(StrategyError, match='overlap="update" needs an update of each bucket by itself'):
+        ltx.train_step(ltx.data_parallel(real_loss, ltx.ZeroStrategy(comm_hook="fp16")), ADAMW, overlap="update")
+    with pytest.raises(StrategyError, match="codes differences of real parameters, and some are complex"):
+        coded("fp16").init(params_of_all_kinds())
+    with pytest.raises(StepError, match=r"made for ZeroStrategy\(\), this one has .*adopt"):
+        coded("fp16")(coded("allreduce").init(real_params()), torch.ones(8, 6))
+    adopted = coded("fp16").adopt(coded("allreduce").gather(coded("allreduce").init(real_params())))
+    coded("fp16")(adopted, torch.ones(8, 6))
+
+
+def test_a_step_that_a_guard_skips_sends_only_what_was_left(ranks: Ranks) -> None:
+    def sums(train: Any, state: Any) -> Params:
+        unsent = train.gather(state).opt_state.unsent
+        return {name: p + unsent[name].view(p.shape) for name, p in state.params.items()}
+
+    def on_a_rank() -> tuple[Params, Params, bool]:
+        strategy = ltx.ZeroStrategy(comm_hook=hooks.OneBit(block=8))
+        train = ltx.train_step(ltx.data_parallel(real_loss, strategy), ADAMW, guard="skip", donate=False)
+        state = train_on.go_on(train, train.init(real_params()), map(batch, range(3))).state
+        after, metrics = train(state, batch(3) * (float("nan") if int(ltx.axis_index()) else 1.0))
+        assert metrics.skipped
+        same = zip(*(ltx.tree.flatten(s.opt_state.state)[0] for s in (state, after)), strict=True)
+        return sums(train, state), sums(train, after), all(torch.equal(x, y) for x, y in same)
+
+    before, after, same = ranks(2).run(on_a_rank).replicated()
+    assert_close(after, before)
+    assert same
+
+
+def test_bytes_of_a_step(ranks: Ranks) -> None:
+    def on_a_rank(hook: Any) -> int:
+        step = ltx.data_parallel(lambda w, x: (w * x).sum(), ltx.ZeroStrategy(comm_hook=hook))
+        train = ltx.train_step(step, SGD)
+        state = train.init(torch.zeros(4096))
+        with ltx.profile.record() as trace:
+            train(state, torch.ones(4096) * (1 + int(ltx.axis_index())))
+        return sum(e.nbytes for e in trace.events if "bucket" in e.label or "exchange" in e.label)
+
+    sent = {
+        name: ranks(2).run(on_a_rank, hook).replicated() for name, hook in {"exact": hooks.AllReduce(), **LOSSY}.items()
+    }
+    assert sent["exact"] == 2 * 4096 * 4 // 2
+    assert sent["fp16"] == sent["exact"] // 2
+    assert sent["bytegrad"] == 2 * (4096 // 2 + 8)
+    assert sent["onebit"] == 2 * (4096 // 2 // 8 * (1 + 4))
