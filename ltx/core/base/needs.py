@@ -110,15 +110,6 @@ TABLE = {
     "overlap, optimizer": Need(
         'overlap="update"', "an update of each parameter by itself", lambda x: x.offers.leafwise, _WAIT
     ),
-    "loss, overlap": Need(
-        "an optimizer that reads the loss", "the loss of all ranks before the first update", _never, _WAIT
-    ),
-    "loss, strategy": Need(
-        "an optimizer that reads the loss",
-        "the same loss on all ranks, as they share the optimizer's state",
-        lambda x: "per_rank" not in (x.layout.params, x.layout.opt_state),
-        f"{_DDP}, or decide outside of the step: ltx.optim.adjust",
-    ),
     "guard, overlap": Need("a guard or dynamic loss scale", "all gradients before the optimizer runs", _never, _WAIT),
     "check_every, strategy": Need(
         "check_every", "parameters alike on all ranks", lambda x: x.layout.params == "replicated", "leave it out"
