@@ -211,15 +211,15 @@ class ZeroStrategy(Strategy):
         if opt_state.ranks == 1:
             return opt_state
         new = self.init_optimizer(optimizer, params, Axis("whole", 1))
-        (like, spec), paths = tree.flatten(new), tree.leaf_paths(new)
-        leaves = tree.flatten(own_shards(opt_state, info.axis))[0]
+        like, paths = tree.flatten(new)[0], tree.leaf_paths(new)
+        leaves, spec = tree.flatten(own_shards(opt_state, info.axis))
         places = [place for place, leaf in enumerate(leaves) if leaf.ndim == 1]
         mine, names = [leaves[place] for place in places], [paths[place] for place in places]
         for bucket, (rows, _) in self.exchange(AllParts(), mine, names, info).wait_buckets():
             for member, block in zip(bucket.members, rows.split(bucket.sizes, 1), strict=True):
                 leaves[places[member]] = whole(block, like[places[member]])
-        gathered: Shards = tree.unflatten(spec, leaves)
-        return gathered
+        own: Shards = tree.unflatten(spec, leaves)
+        return replace(own, ranks=1, rank=0)
 
     def _together(self, optimizer: Optimizer, info: StepInfo) -> Optimizer:
         """`optimizer`, in which clipping uses the norm over all ranks' parts."""
