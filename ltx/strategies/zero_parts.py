@@ -121,22 +121,28 @@ in_half.register(MeanPart, lambda hook, dtype: replace(hook, short=dtype))
 
 
 @dataclass(frozen=True)
-class CodedPart(CommHook):
-    """As :class:`MeanPart`, in messages of `codec`: rank r gets the r-th part of the sum of what ranks sent."""
+class Coded(CommHook):
+    """The base of hooks that send messages of `codec`."""
 
     exact: ClassVar[bool] = False
-    alike: ClassVar[bool] = False
     sums: ClassVar[bool] = False
 
     codec: CompressedAllReduce
 
     @property
-    def state_names(self) -> tuple[str, ...]:
-        return self.codec.state_names
-
-    @property
     def reads_step(self) -> bool:
         return bool(self.codec.reads_step)
+
+
+@dataclass(frozen=True)
+class CodedPart(Coded):
+    """As :class:`MeanPart`, in messages: rank r gets the r-th part of the sum of what ranks sent."""
+
+    alike: ClassVar[bool] = False
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return self.codec.state_names
 
     def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
         return self.codec.packing(dtype, axis_size)
@@ -210,7 +216,7 @@ class PartUpdated(MeanPart, PostUpdateHook):
         return part(param, axis.rank, axis.size)
 
     def own(self, opt_state: Shards, axis: Axis) -> Tree:
-        mine = own_state(opt_state, axis)
+        mine = own_shards(opt_state, axis).state
         # A part of a whole state is a view: this rank needs a copy of its own.
         return mine if opt_state.ranks == axis.size else tree.map(torch.clone, mine)
 
@@ -253,18 +259,8 @@ class AllParts(PartUpdated):
 
 
 @dataclass(frozen=True)
-class CodedParts(CommHook):
+class CodedParts(Coded):
     """Gathers the messages of all ranks; the result is what they hold, a row for each rank."""
-
-    exact: ClassVar[bool] = False
-    alike: ClassVar[bool] = True
-    sums: ClassVar[bool] = False
-
-    codec: CompressedAllReduce
-
-    @property
-    def reads_step(self) -> bool:
-        return bool(self.codec.reads_step)
 
     def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
         return Packing(self.codec.packing(dtype, axis_size).dtype, 1.0, None)
@@ -300,10 +296,6 @@ def own_parts(tensors: Tree, axis: Axis, split: Callable[[Tensor], bool] = lambd
 
 def as_shards(state: Tree, axis: Axis) -> Shards:
     return Shards(state, axis.size, axis.rank if isinstance(axis.rank, int) else None)
-
-
-def own_state(shards: Shards, axis: Axis) -> Tree:
-    return own_shards(shards, axis).state
 
 
 def own_shards(shards: Shards, axis: Axis) -> Shards:
