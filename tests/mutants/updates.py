@@ -49,7 +49,7 @@ MUTANTS = (
         old="wanted = [new + rest for new, rest in zip(parts, unsent, strict=True)]",
         new="wanted = [new + 0 * rest for new, rest in zip(parts, unsent, strict=True)]",
         breaks="what a hook leaves out of an update is lost",
-        tests=("tests/contract/strategies/test_conformance.py::test_simulated_ranks_do_what_the_reference_says",),
+        tests=("tests/internal/strategies/test_zero.py::test_nothing_is_lost",),
     ),
     Mutant(
         name="strategies: ZeRO's residual in another order",
@@ -57,7 +57,7 @@ MUTANTS = (
         old="left = _in_order(rows if sent is None else rows - sent, inputs)",
         new="left = (rows if sent is None else rows - sent).reshape(-1)[: inputs.bucket.numel]",
         breaks="what wasn't sent of one parameter is added to another",
-        tests=("tests/contract/strategies/test_conformance.py::test_simulated_ranks_do_what_the_reference_says",),
+        tests=("tests/internal/strategies/test_zero.py::test_nothing_is_lost",),
     ),
     Mutant(
         name="strategies: averaging one step late",
