@@ -198,13 +198,14 @@ class ZeroStrategy(Strategy):
         changes = [new - part(old, axis.rank, axis.size) for new, old in zip(wanted, leaves, strict=True)]
         coded = CodedParts(hook) if isinstance(hook, CompressedAllReduce) else AllParts()
         exchange = self.exchange(coded, changes, tree.leaf_paths(update.params), info, like=update.params)
-        after = list(leaves)
+        after, left = list(leaves), list(unsent)
         for bucket, (rows, _) in exchange.wait_buckets():
             for member, block in zip(bucket.members, rows.split(bucket.sizes, 1), strict=True):
                 old = leaves[member]
                 after[member] = (old + whole(block, old)).to(old.dtype)
-                unsent[member] = finite(wanted[member] - part(after[member], axis.rank, axis.size))
-        shards = replace(mine, unsent=tree.unflatten(of_unsent, unsent))
+                left[member] = finite(wanted[member] - part(after[member], axis.rank, axis.size))
+        after, left = update.if_finite((after, left), (leaves, unsent))
+        shards = replace(mine, unsent=tree.unflatten(of_unsent, left))
         return Updated(tree.unflatten(spec, after), shards, states, pending)
 
     def gather_optimizer(self, optimizer: Optimizer, params: Tree, opt_state: Shards, info: StepInfo) -> Shards:
