@@ -25,7 +25,7 @@ class Size(NamedTuple):
 
 BUDGET = {
     ".": Size(1744, 10),
-    "all": Size(39453, 170),
+    "all": Size(39451, 170),
     "checkpoint": Size(1462, 7),
     "core": Size(1, 1),
     "core/base": Size(2349, 14),
@@ -43,7 +43,7 @@ BUDGET = {
     "profile": Size(495, 3),
     "runtime": Size(3174, 11),
     "shared_memory": Size(565, 3),
-    "strategies": Size(2783, 12),
+    "strategies": Size(2781, 12),
 }
 
 

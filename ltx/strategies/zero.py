@@ -16,8 +16,7 @@ With a lossy hook C, both halves of its all-reduce stay, with the optimizer betw
     w = w + [C(w~_0 + u_0 - w[0]), ..., C(w~_{n-1} + u_{n-1} - w[n-1])]           all-gather
     u_r = w~_r + u_r - w[r]                                       what of its part rank r hasn't sent yet
 
-All ranks add the same decoded differences to the same parameters, so replicas stay equal to the last bit. As the
-residual e (Karimireddy et al., 2019), u is sent later: no update is lost.
+All ranks add the same differences, so replicas have the same bits. No update is lost: u is sent later, as e is.
 """
 
 from __future__ import annotations
@@ -89,8 +88,7 @@ class ZeroStrategy(Strategy):
             and old parameters on their way back: "fp16", "bf16", or a hook of :mod:`ltx.hooks` that sends messages
             (ByteGrad, Quantize, QSGD, OneBit, TopK), also after others (:func:`ltx.hooks.after`). What a message leaves
             out of a parameter is always sent later (`unsent` in the optimizer's state, 1/n of the parameters); of a
-            gradient, if the hook has error feedback. Buckets aren't updated during the backward pass
-            (``overlap="update"``). PowerSGD and RandomK sum what all ranks have, and have no part to send.
+            gradient, if the hook has error feedback. It doesn't go with ``overlap="update"``.
         bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`ltx.Strategy`.
 
     Raises:
