@@ -78,7 +78,7 @@ _BESIDES: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "QAdam, optimizer": lambda x: (type(OPTIMIZERS["qadam"]), 2, (0.9, 0.999)),
     "graph, hook or strategy": lambda x: (0, constant_after(x)),
     "guard in a graph, strategy": lambda x: (shares_gradients(x, 0),),
-    "ZeRO, hook": lambda x: (in_messages,),
+    "ZeRO, hook": lambda x: (in_messages(x),),
     "complex, strategy": lambda x: (_takes_complex(x),),
     "bucket of DDP, hook": lambda x: (x.each((), part=True) is None,),
     "error feedback, hook": lambda x: (with_error_feedback(x),),

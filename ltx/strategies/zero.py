@@ -111,7 +111,7 @@ class ZeroStrategy(Strategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        needs.require("ZeRO, hook", resolve_hook(self, "comm_hook"), "", in_messages)
+        needs.require("ZeRO, hook", hook := resolve_hook(self, "comm_hook"), "", in_messages(hook))
 
     @property
     def updates_in_buckets(self) -> bool:

@@ -95,7 +95,7 @@ TABLE = {
     "ZeRO, hook": Need(
         "ZeroStrategy.comm_hook",
         "messages, each of which can be decoded by itself, as every rank gets its own part",
-        lambda x, of_messages: of_messages(x),
+        lambda x, in_messages: in_messages,
         "use FP16, BF16, ByteGrad, Quantize, QSGD, OneBit or TopK, or hooks.after(steps, one of them)",
     ),
     "outer, optimizer": Need(
