@@ -17,6 +17,7 @@ from ltx.core.base.needs import TABLE
 from ltx.core.ranks.axis import Axis
 from ltx.core.transforms.strategy import constant_after, shares_gradients
 from ltx.hooks.combined import with_error_feedback
+from ltx.strategies.zero_parts import in_messages
 
 STRATEGIES: dict[str, ltx.Strategy] = {
     "DDPStrategy": ltx.DDPStrategy(),
@@ -77,6 +78,7 @@ _BESIDES: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "QAdam, optimizer": lambda x: (type(OPTIMIZERS["qadam"]), 2, (0.9, 0.999)),
     "graph, hook or strategy": lambda x: (0, constant_after(x)),
     "guard in a graph, strategy": lambda x: (shares_gradients(x, 0),),
+    "ZeRO, hook": lambda x: (in_messages(x),),
     "complex, strategy": lambda x: (_takes_complex(x),),
     "bucket of DDP, hook": lambda x: (x.each((), part=True) is None,),
     "error feedback, hook": lambda x: (with_error_feedback(x),),

@@ -59,11 +59,10 @@ Modules. The names listed here are stable.
 * :mod:`needs`: ``TABLE`` has the requirements for combinations; ``require`` raises by a row of it.
 * :mod:`noise`: ``key_of``, ``uniform``, ``normal``: random numbers that are a function of seed, step, place and rank.
 * :mod:`optimizers`: ``LeafTransform``, ``LeafPart``, ``apply_leaves``, ``leaves_like`` for updates leaf by leaf;
-  ``TorchOptimizer``, ``identity``, ``unless``, ``donated``, ``apply_updates``; ``TorchState``, ``LossState``,
-  ``Hyperparameter`` and ``Kept``, ``check_state``, ``all_of``, ``at_nodes`` for states; ``at_trace_time``;
-  ``members_of``, ``with_members`` for chains; ``times_lr``, an optimizer with a multiple of its rate; ``advanced``,
-  ``sees_loss``, a state with another count of steps, and whether it takes the loss; ``ClipByGlobalNorm``, of which a
-  strategy replaces ``norm`` if ranks have parts of the gradients.
+  ``TorchOptimizer``, ``identity``, ``unless``, ``donated``, ``apply_updates``; ``TorchState``, ``Hyperparameter`` and
+  ``Kept``, ``check_state``, ``all_of``, ``at_nodes`` for states; ``at_trace_time``; ``members_of``, ``with_members``
+  for chains; ``times_lr``, an optimizer with a multiple of its rate; ``advanced``, a state with another count of steps;
+  ``ClipByGlobalNorm``, of which a strategy replaces ``norm`` if ranks have parts of the gradients.
 * :mod:`collectives`: ``Rule``, which defines a collective: what is sent, the result, and the derivative; ``collective``
   applies it to a tree of tensors, on processes, on simulated ranks and in graphs; ``counted`` decorates a function
   that calls it: peers learn of its errors. ``wide``: the dtype in which numbers are summed, float32 at least. ``told``
@@ -166,7 +165,7 @@ _MOVED = {
     "buffers": "CHUNK chunks is_plain pack prefers_few_calls unpack",
     "collectives": "Halving told wide",
     "comm": "as_bytes view_as",
-    "optimizers": "ClipByGlobalNorm advanced members_of sees_loss times_lr with_members",
+    "optimizers": "ClipByGlobalNorm advanced members_of times_lr with_members",
 }
 
 

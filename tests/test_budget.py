@@ -24,26 +24,26 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    ".": Size(2236, 11),
-    "all": Size(39972, 171),
+    ".": Size(1744, 10),
+    "all": Size(39451, 170),
     "checkpoint": Size(1462, 7),
     "core": Size(1, 1),
-    "core/base": Size(2357, 14),
-    "core/collectives": Size(2955, 11),
-    "core/comm": Size(3839, 16),
+    "core/base": Size(2349, 14),
+    "core/collectives": Size(2960, 11),
+    "core/comm": Size(3833, 16),
     "core/gradients": Size(2538, 9),
-    "core/optim": Size(2156, 7),
+    "core/optim": Size(2093, 7),
     "core/ranks": Size(1051, 5),
-    "core/training": Size(4038, 16),
+    "core/training": Size(4020, 16),
     "core/transforms": Size(3621, 13),
     "core/world": Size(1528, 7),
-    "hooks": Size(2631, 13),
-    "optim": Size(1162, 6),
+    "hooks": Size(2650, 13),
+    "optim": Size(996, 5),
     "peers": Size(1590, 7),
     "profile": Size(495, 3),
     "runtime": Size(3174, 11),
     "shared_memory": Size(565, 3),
-    "strategies": Size(2574, 11),
+    "strategies": Size(2781, 12),
 }
 
 

@@ -250,6 +250,16 @@ def ddp(hook: hooks.CommHook) -> ltx.Strategy:
     return ltx.DDPStrategy(comm_hook=hook)
 
 
+#: Under ZeRO and under DDP.
+UNDER_ZERO: dict[str, hooks.CommHook] = {
+    "FP16": hooks.FP16(),
+    "ByteGrad": hooks.ByteGrad(),
+    "OneBit": hooks.OneBit(),
+    "TopK(0.1)": hooks.TopK(0.1),
+    "TopK(0.01)": hooks.TopK(0.01),
+}
+
+
 STUDIES = {
     "fedavg": Study(
         "McMahan et al., 2017, table 2: a CNN on MNIST, 100 clients of 600 images, rounds to 99%",
@@ -320,6 +330,19 @@ STUDIES = {
                     LOW_RANK, RANKS, ddp(hooks.PowerSGD(rank=rank, start_step=0, min_compression_rate=1.0)), *paper
                 )
                 for rank, paper in {1: ("1/243", "93.6%"), 2: ("1/136", "94.4%"), 4: ("1/72", "94.5%")}.items()
+            },
+        },
+        "exact",
+    ),
+    "sharded": Study(
+        "Tang et al., 2021, and DeepSpeed: compression, which there doesn't go with a sharded optimizer",
+        {"bytes": "{:.0f}", "loss": "{:.4f}", "accuracy": "{:.1f}%"},
+        {
+            "exact": of_ranks(LOW_RANK, RANKS, ltx.ZeroStrategy(), "", "", ""),
+            **{
+                f"{name}, {under}": of_ranks(LOW_RANK, RANKS, strategy(comm_hook=hook), "", "", "")
+                for name, hook in UNDER_ZERO.items()
+                for under, strategy in {"DDP": ltx.DDPStrategy, "ZeRO": ltx.ZeroStrategy}.items()
             },
         },
         "exact",
@@ -413,6 +436,26 @@ def _bytes_of_powersgd(runs: list[Run]) -> Verdict:
     return min(found) >= 10, ", ".join(f"{value:.1f}" for value in found)
 
 
+def _gaps_under_zero(runs: list[Run]) -> Verdict:
+    """By how much the loss is above the exact one: under ZeRO at most a tenth more than under DDP, or 0.001."""
+
+    def gap(row: str) -> float:
+        pairs = zip(values(runs, "sharded", row, "loss"), values(runs, "sharded", "exact", "loss"), strict=True)
+        return statistics.median(lossy - exact for lossy, exact in pairs)
+
+    found = {name: (gap(f"{name}, DDP"), gap(f"{name}, ZeRO")) for name in UNDER_ZERO}
+    said = [f"{name}: {under_zero:+.4f} (DDP {under_ddp:+.4f})" for name, (under_ddp, under_zero) in found.items()]
+    return all(zero <= max(1.1 * ddp, ddp + 1e-3) for ddp, zero in found.values()), ", ".join(said)
+
+
+def _bytes_under_zero(runs: list[Run]) -> Verdict:
+    found = [
+        median(runs, "sharded", f"{name}, ZeRO", "bytes") / median(runs, "sharded", f"{name}, DDP", "bytes")
+        for name in UNDER_ZERO
+    ]
+    return max(found) <= 1.02, ", ".join(f"{value:.3f}" for value in found)
+
+
 WITH = {f"signs with feedback, batch {batch}": f"exact, batch {batch}" for batch in BATCHES}
 #: study -> (claim, how it is judged)
 CLAIMS: dict[str, list[tuple[str, Callable[[list[Run]], Verdict]]]] = {
@@ -446,6 +489,10 @@ CLAIMS: dict[str, list[tuple[str, Callable[[list[Run]], Verdict]]]] = {
             lambda runs: _at_most_less(runs, "powersgd", 1.0, {f"rank {rank}": "exact" for rank in (1, 2, 4)}),
         ),
         ("Each sends a tenth of the bytes, or less.", _bytes_of_powersgd),
+    ],
+    "sharded": [
+        ("ZeRO's loss is above the exact one by at most a tenth more than DDP's with the same hook.", _gaps_under_zero),
+        ("It sends as many bytes as DDP with the same hook.", _bytes_under_zero),
     ],
 }
 

@@ -35,7 +35,7 @@ from ltx.core.training.train_state import TrainState
 from ltx.core.transforms.compare import bytes_of, values
 from ltx.core.transforms.strategy_update import LeafLayout
 from ltx.errors import CheckpointError, InputError, StepError
-from ltx.strategies.zero import Shards
+from ltx.strategies.zero_parts import Shards
 
 METADATA = ".metadata"
 

@@ -31,7 +31,7 @@ from typing import ClassVar, NamedTuple, cast
 import torch
 
 from ltx.errors import StrategyError
-from ltx.extend import BucketInput, CollectiveRequest, CommHook, LeafState, Packing, Reduction, buffers, comm
+from ltx.extend import Bucket, BucketInput, CollectiveRequest, CommHook, LeafState, Packing, Reduction, buffers, comm
 
 RESIDUAL = "residual"
 
@@ -101,11 +101,20 @@ class LossyHook(CommHook):
             sent = yield from self.send(inputs, feedback=False)
             return sent.total, sent.states
         sent, left = yield from self.send_and_keep(inputs)
-        # Values that aren't finite reach all ranks, so they mustn't stay in the residual. A sum detects them.
-        if not sent.finite and not (buffers.is_plain(left) and left.sum().isfinite()):
-            left.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        residuals = zip(sent.states, buffers.unpack(left, inputs.bucket, cast=False), strict=True)
-        return sent.total, [{**s, RESIDUAL: p} if RESIDUAL in s else s for s, p in residuals]
+        return sent.total, with_residuals(sent.states, left if sent.finite else finite(left), inputs.bucket)
+
+
+def with_residuals(states: Sequence[LeafState], left: torch.Tensor, bucket: Bucket) -> list[LeafState]:
+    """The next states of a bucket's parameters, of which `left` wasn't sent."""
+    residuals = zip(states, buffers.unpack(left, bucket, cast=False), strict=True)
+    return [{**state, RESIDUAL: part} if RESIDUAL in state else state for state, part in residuals]
+
+
+def finite(left: torch.Tensor) -> torch.Tensor:
+    """`left`, in place, without values that aren't finite: they reach all ranks, so they mustn't be sent again."""
+    if buffers.is_plain(left) and left.sum().isfinite():
+        return left
+    return left.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _residual(state: LeafState) -> Sequence[tuple[torch.Tensor, float]]:
@@ -171,6 +180,20 @@ class CompressedAllReduce(LossyHook):
         assert sent.remainder is not None
         return sent, sent.remainder(inputs.flat)
 
+    def sum_of_rows(
+        self, rows: torch.Tensor, key: torch.Tensor | None, feedback: bool, in_place: bool
+    ) -> Generator[CollectiveRequest, torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]]:
+        """The first half: (the sum of what ranks sent of this rank's row, what this rank sent of `rows`).
+
+        The latter is None without `feedback`, and `in_place`: `rows` then hold the encoding error.
+        """
+        m, dtype = rows.shape[1], rows.dtype
+        outgoing = self.encode_and_keep(rows, key) if in_place else self.encode(rows, key)
+        # Decode before sending: the channel may overwrite the buffer.
+        mine = self.decode(outgoing, m, dtype) if feedback and not in_place else None
+        incoming = yield CollectiveRequest("all_to_all", outgoing)
+        return self.decoded_sum(incoming, m, dtype), mine
+
     def _sending(self, inputs: BucketInput, feedback: bool, in_place: bool) -> Compression:
         """As :meth:`send`. `in_place`: the input holds the encoding error afterwards; ``own()`` mustn't be called."""
         n, numel, dtype, rank = inputs.axis_size, inputs.flat.numel(), inputs.flat.dtype, inputs.rank
@@ -178,19 +201,15 @@ class CompressedAllReduce(LossyHook):
         m = -(-numel // lot) * self.multiple()
         # the last row that isn't all padding, and its count of numbers without padding
         last, own_of_last = (numel - 1) // m, (numel - 1) % m + 1
-        rows = self._filled(inputs.flat, n * m, m).view(n, m)
+        rows = self.filled(inputs.flat, n * m, m).view(n, m)
         first, second = self.keys(inputs)
         encode = self.encode_and_keep if in_place else self.encode
-        outgoing = encode(rows, first)
-        # Decode before sending: the channel may overwrite the buffer.
-        mine = self.decode(outgoing, m, dtype) if feedback and not in_place else None
-        incoming = yield CollectiveRequest("all_to_all", outgoing)
-        part = self.decoded_sum(incoming, m, dtype)
+        part, mine = yield from self.sum_of_rows(rows, first, feedback, in_place)
         if own_of_last < m and not self._fills_with_zeros:  # the sum of paddings isn't the padding of the sum
             if not isinstance(rank, int):
-                part = torch.where(rank == last, self._filled(part[:own_of_last], m, m), part)
+                part = torch.where(rank == last, self.filled(part[:own_of_last], m, m), part)
             elif rank == last:
-                part = self._filled(part[:own_of_last], m, m)
+                part = self.filled(part[:own_of_last], m, m)
         message = encode(part[None], second)
         rest = part - self.decode(message, m, dtype)[0] if mine is not None else part
         messages = yield CollectiveRequest("all_gather", message[0])
@@ -214,7 +233,7 @@ class CompressedAllReduce(LossyHook):
     def _fills_with_zeros(self) -> bool:
         return type(self).filling is CompressedAllReduce.filling
 
-    def _filled(self, own: torch.Tensor, length: int, m: int) -> torch.Tensor:
+    def filled(self, own: torch.Tensor, length: int, m: int) -> torch.Tensor:
         """`own`, which begins at the start of a row of `m` numbers, padded to `length`."""
         if len(own) == length:
             return own

@@ -8,12 +8,10 @@ from ltx.extend import arguments, optimizers
 if TYPE_CHECKING:
     from ltx.optim.averages import EmaState, averaged, ema
     from ltx.optim.by_path import from_torch, masked, partition
-    from ltx.optim.noise import add_noise
     from ltx.optim.quantized_adam import qadam
-    from ltx.optim.schedules import adjust, adjustable, from_scheduler, linear, reduce_on_plateau, warmup_cosine
+    from ltx.optim.schedules import adjust, adjustable, from_scheduler, linear, warmup_cosine
 
 ClipState = optimizers.ClipState
-LossState = optimizers.LossState
 Optimizer = optimizers.Optimizer
 TorchState = optimizers.TorchState
 apply_updates = optimizers.apply_updates
@@ -24,15 +22,12 @@ from_functions = optimizers.from_functions
 grad_norm = optimizers.grad_norm
 identity = optimizers.identity
 measure_global_norm = optimizers.measure_global_norm
-with_loss = optimizers.with_loss
 
 __all__ = [
     "ClipState",
     "EmaState",
-    "LossState",
     "Optimizer",
     "TorchState",
-    "add_noise",
     "adjust",
     "adjustable",
     "apply_updates",
@@ -51,16 +46,13 @@ __all__ = [
     "measure_global_norm",
     "partition",
     "qadam",
-    "reduce_on_plateau",
     "warmup_cosine",
-    "with_loss",
 ]
 
 # Most programs need few of these, and making their dataclasses takes time: each module is imported at first use.
 _LATER = {
     **dict.fromkeys(("EmaState", "averaged", "ema"), "averages"),
     **dict.fromkeys(("from_torch", "masked", "partition"), "by_path"),
-    "add_noise": "noise",
     "qadam": "quantized_adam",
 }
 

@@ -257,7 +257,7 @@ def from_torch(
             "weight_decay": 0.0}, {"params": "*"}]``: names (or patterns), or pairs of ``named_parameters()``, and each
             parameter in a group. The state is a dict by pattern, or by place in the list ("0", "1", ...).
         lr: a number, or a schedule as in optax: a function from the number of updates done so far (0 at first) to a
-            number or 0-dim tensor. Or a rate that the state keeps: :func:`adjustable`, :func:`reduce_on_plateau`. None
+            number or 0-dim tensor. Or a rate that the state keeps, :func:`adjustable`. None
             is torch's default. ASGD and Rprop keep a rate of their own in the state, which starts as the schedule's
             value at `start_step`.
         start_step: the first steps, so many, have no update, as if there were no gradients: the state of torch's class

@@ -106,7 +106,8 @@ class FromScheduler:
         if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
             raise OptimError(
                 "from_scheduler: the function must return a scheduler of torch.optim.lr_scheduler whose rates are "
-                f"those of the step alone, not ReduceLROnPlateau; got {brief(scheduler)}."
+                f"those of the step alone; got {brief(scheduler)}. A rate that follows the loss is changed between "
+                "steps: ltx.optim.adjustable and ltx.optim.adjust."
             )
         rates = []
         for _ in range(count):
@@ -235,86 +236,3 @@ def adjust(state: Tree, **values: float | Tensor | tuple[float | Tensor, ...]) -
             f"ltx.optim.from_torch(cls, {missing[0]}=ltx.optim.adjustable(value))."
         )
     return after
-
-
-@dataclass(frozen=True)
-class ReduceOnPlateau(Adjustable):
-    """Made by :func:`reduce_on_plateau`."""
-
-    factor: float
-    patience: int
-    threshold: float
-    cooldown: int
-    least: float
-    every: int
-
-    def __post_init__(self) -> None:
-        lowest = arguments.number("least", self.least, 0, OptimError)
-        arguments.number("reduce_on_plateau: lr", self.start, lowest, OptimError)
-        arguments.number("reduce_on_plateau: factor", self.factor, 0, OptimError, below=1)
-        arguments.number("reduce_on_plateau: threshold", self.threshold, 0, OptimError, below=1)
-        for name, least in (("patience", 0), ("cooldown", 0), ("every", 1)):
-            arguments.whole(f"reduce_on_plateau: {name}", getattr(self, name), least, OptimError)
-
-    def init(self) -> optimizers.Kept:
-        begun = {"total": 0.0, "best": math.inf, "bad": 0.0, "cooldown": 0.0}
-        kept = {name: torch.tensor(value, dtype=torch.float64, device="cpu") for name, value in begun.items()}
-        return optimizers.Kept(_tensors("reduce_on_plateau: lr", self.start), kept | {"seen": optimizers.LossState()})
-
-    def after(self, kept: optimizers.Kept, count: int) -> optimizers.Kept:
-        value, more = kept
-        total, best, bad, cooldown = more["total"] + more["seen"].loss, more["best"], more["bad"], more["cooldown"]
-        if (count + 1) % self.every:
-            return optimizers.Kept(value, more | {"total": total})
-        mean = (total / self.every).to(value.device)  # the host waits here for the accelerator
-        better = mean < best * (1 - self.threshold)
-        bad = torch.where(better | (cooldown > 0), 0.0, bad + 1)
-        due = bad > self.patience
-        more = more | {
-            "total": torch.zeros_like(total),
-            "best": torch.where(better, mean, best),
-            "bad": torch.where(due, 0.0, bad),
-            "cooldown": torch.where(due, self.cooldown, (cooldown - 1).clamp(min=0)),
-        }
-        return optimizers.Kept(torch.where(due, (value * self.factor).clamp(min=self.least), value), more)
-
-
-def reduce_on_plateau(
-    lr: float,
-    factor: float = 0.1,
-    patience: int = 10,
-    *,
-    threshold: float = 1e-4,
-    cooldown: int = 0,
-    least: float = 0.0,
-    every: int = 1,
-) -> Any:
-    """A learning rate for :func:`from_torch` that falls when the loss stops falling, as torch's ``ReduceLROnPlateau``.
-
-    >>> import torch, ltx
-    >>> sgd = ltx.optim.from_torch(torch.optim.SGD, lr=reduce_on_plateau(1.0, factor=0.5, patience=0))
-    >>> state = sgd.init({"w": torch.zeros(1)})
-    >>> for loss in (2.0, 3.0):  # which a train step would tell it
-    ...     state = ltx.optim.with_loss(state, torch.tensor(loss))
-    ...     params, state = sgd.apply({"w": torch.ones(1)}, state, {"w": torch.zeros(1)})
-    >>> state.hyper["lr"].value.item()
-    0.5
-
-    The loss is the training loss, the mean over all ranks (:class:`LossState`), so that all ranks decide alike. One
-    batch's loss is noisy; with `every` a decision uses the mean of several. To follow a held-out loss instead, change
-    the rate with :func:`adjust`. A step that the guard skips doesn't count.
-
-    Args:
-        lr: the first rate.
-        factor: a reduction multiplies the rate by it; from 0 to less than 1.
-        patience: the number of decisions in a row without a better loss that don't reduce the rate yet.
-        threshold: a loss is better if it is less than ``best * (1 - threshold)``.
-        cooldown: the number of decisions after a reduction that aren't counted as bad.
-        least: the rate never falls below it.
-        every: the number of updates from one decision to the next, which uses their mean loss. On an accelerator each
-            decision makes the host wait.
-
-    Raises:
-        ltx.errors.OptimError: an argument is out of range.
-    """
-    return ReduceOnPlateau(lr, factor, patience, threshold, cooldown, least, every)

@@ -92,9 +92,9 @@ class Members(Peers):
             self.deadlocks.check(f"{self.label}/{OPENED}", 1, self.global_ranks, lambda: text)
 
     def end(self) -> None:
-        """Tell the peers that this rank has ended its part of the world in good order, unless it told of a failure."""
-        if self.axis.passes.failed is None and not self._gone:
-            self._ended = True
+        """Tell the peers that this rank has ended its part in order, or why it failed, before links close."""
+        if not self._gone:
+            self._ended = self.axis.passes.failed is None
             self.watcher.tell(wait=True)
 
     def close(self) -> None:

@@ -154,9 +154,9 @@ class DiLoCoStrategy(Strategy):
         if self.outer is None:
             return {**own, ANCHOR: anchor, VELOCITY: torch.zeros_like(anchor)}
         begun = self.outer.init({path: anchor})
-        if optimizers.sees_loss(begun) or not all(map(torch.is_floating_point, tree.flatten(begun)[0])):
+        if not all(map(torch.is_floating_point, tree.flatten(begun)[0])):
             raise StrategyError(
-                f"DiLoCoStrategy.outer: {self.outer} keeps a loss or whole numbers in its state, where there are "
+                f"DiLoCoStrategy.outer: {self.outer} keeps whole numbers in its state, where there are "
                 "floating tensors alone. Count in a floating tensor, or use one of ltx.optim.from_torch's."
             )
         return {**own, ANCHOR: anchor, **_named(begun)}

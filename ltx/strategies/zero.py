@@ -7,32 +7,33 @@
 Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models", SC 2020, section 5: P_os,
 with gradients reduced where they are needed (section 7.1). x[r] is the r-th part of a tensor: flattened and padded with
 zeros, it has n parts of ceil(size / n) elements. So state has the same paths and shapes on every rank.
+
+With a lossy hook C, both halves of its all-reduce stay, with the optimizer between them:
+
+    s = C(g_s / n + e_s),    e_s = g_s / n + e_s - s              on every rank s, for each part r apart
+    g~_r = (sum_s s)[r]                                           all-to-all, during the backward pass
+    w~_r, m_r = update(g~_r, m_r, w[r]) on rank r alone
+    w = w + [C(w~_0 + u_0 - w[0]), ..., C(w~_{n-1} + u_{n-1} - w[n-1])]           all-gather
+    u_r = w~_r + u_r - w[r]                                       what of its part rank r hasn't sent yet
+
+All ranks add the same differences, so replicas have the same bits. No update is lost: u is sent later, as e is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ltx.errors import StrategyError
 from ltx.extend import (
     Axis,
-    Bucket,
-    BucketInput,
-    CollectiveRequest,
-    Old,
+    LeafState,
     Optimizer,
-    Packing,
-    PostUpdateHook,
-    PostUpdateResult,
-    Reduced,
-    Reduction,
     StateLayout,
     States,
     StepInfo,
@@ -45,7 +46,24 @@ from ltx.extend import (
     tree,
 )
 from ltx.hooks import AllReduce, CommHook
-from ltx.hooks.combined import in_half
+from ltx.hooks.half import HalfHook
+from ltx.hooks.lossy import CompressedAllReduce, finite
+from ltx.hooks.plain import EXACT, resolve_hook, resolved
+from ltx.strategies.zero_parts import (
+    AllParts,
+    CodedPart,
+    CodedParts,
+    CodedShards,
+    MeanPart,
+    PartUpdated,
+    Shards,
+    as_shards,
+    in_messages,
+    own_parts,
+    own_shards,
+    part,
+    whole,
+)
 from ltx.typing import Tree
 
 
@@ -66,6 +84,11 @@ class ZeroStrategy(Strategy):
     step on any number of ranks can go on from such a state, and keeps its part of it.
 
     Args:
+        comm_hook: how gradients are coded on their way to the rank that updates them, and the differences between new
+            and old parameters on their way back: "fp16", "bf16", or a hook of :mod:`ltx.hooks` that sends messages
+            (ByteGrad, Quantize, QSGD, OneBit, TopK), also after others (:func:`ltx.hooks.after`). What a message leaves
+            out of a parameter is always sent later (`unsent` in the optimizer's state, 1/n of the parameters); of a
+            gradient, if the hook has error feedback. It doesn't go with ``overlap="update"``.
         bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`ltx.Strategy`.
 
     Raises:
@@ -82,20 +105,40 @@ class ZeroStrategy(Strategy):
                 [1.1000, 1.1000, 1.1000, 1.1000]]), torch.Size([2, 2]))
     """
 
-    updates_in_buckets: ClassVar[bool] = True
     layout: ClassVar[StateLayout] = StateLayout(opt_state="sharded")
 
+    comm_hook: str | CommHook = EXACT
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        needs.require("ZeRO, hook", hook := resolve_hook(self, "comm_hook"), "", in_messages(hook))
+
+    @property
+    def updates_in_buckets(self) -> bool:
+        return self.comm_hook == EXACT
+
+    @property
+    def cycle(self) -> tuple[int, int] | None:
+        start = resolved(self.comm_hook).constant_after
+        return None if start is None else (start, 1)
+
     def hook(self, step: int) -> CommHook:
-        return AllReduce()
+        return resolved(self.comm_hook).at(step)
 
     def hook_in_training(self, step: int) -> CommHook:
-        return MeanPart()
+        hook = self.hook(step)
+        if isinstance(hook, HalfHook) and not hook.error_feedback:
+            return MeanPart(hook.short)
+        return CodedPart(hook) if isinstance(hook, CompressedAllReduce) else MeanPart()
+
+    def init(self, param: Tensor, path: str = "") -> LeafState:
+        return resolved(self.comm_hook).init(param, path)
 
     def communicates_after_update(self, step: int) -> bool:
         return True
 
-    def post_update_hook(self, step: int) -> PartUpdated:
-        return PartUpdated()
+    def post_update_hook(self, step: int) -> PartUpdated | None:
+        return PartUpdated() if self.updates_in_buckets else None
 
     def check(self, optimizer: Optimizer, axis: Axis | None = None) -> None:
         super().check(optimizer, axis)
@@ -104,14 +147,24 @@ class ZeroStrategy(Strategy):
                 needs.require("ZeRO, optimizer", member)
 
     def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Shards:
-        state = optimizer.init(own_parts(params, axis))
+        parts = own_parts(params, axis)
+        state = optimizer.init(parts)
         for path, leaf in zip(tree.leaf_paths(state), tree.flatten(state)[0], strict=True):
             if leaf.ndim > 1:
                 raise StrategyError(
                     f"ZeroStrategy: the state {path!r} of {optimizer!r} is {tree.describe(leaf)}. State of parameters "
                     "given as vectors must be vectors like them, and counters 0-dim tensors."
                 )
-        return as_shards(state, axis)
+        if self.updates_in_buckets:
+            return as_shards(state, axis)
+        own = as_shards(state, axis)
+        if any(x.is_complex() for x in tree.flatten(parts)[0]):
+            raise StrategyError(
+                f"{self!r} codes differences of real parameters, and some are complex. Leave comm_hook out, or keep "
+                "their real and imaginary parts apart (torch.view_as_real)."
+            )
+        unsent = tree.map(lambda x: torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)), parts)
+        return CodedShards(own.state, own.ranks, own.rank, unsent)
 
     def rates(self, optimizer: Optimizer, opt_state: Shards, axis: Axis) -> Any:
         return super().rates(optimizer, opt_state.state, axis)
@@ -119,28 +172,53 @@ class ZeroStrategy(Strategy):
     def update(self, update: Update, states: States, info: StepInfo, pending: Any) -> Updated:
         axis, (leaves, spec) = info.axis, tree.flatten(update.params)
         params, grads = own_parts(update.params, axis), own_parts(update.grads, axis)
-        optimizer, opt_state = self._together(update.optimizer, info), own_state(update.opt_state, axis)
-        mine = replace(update, optimizer=optimizer, params=params, grads=grads, opt_state=opt_state)
-        parts, opt_state = mine.apply()
-        del mine, grads  # frees the gradients' memory for the new parameters
+        optimizer, mine = self._together(update.optimizer, info), own_shards(update.opt_state, axis)
+        if isinstance(mine, CodedShards) and axis.size == 1:  # the optimizer writes to the parameters themselves
+            params = tree.map(torch.clone, params)
+        own = replace(update, optimizer=optimizer, params=params, grads=grads, opt_state=mine.state)
+        parts, opt_state = own.apply()
+        del own, grads  # frees the gradients' memory for the new parameters
+        if isinstance(mine, CodedShards):
+            return self._coded(update, tree.flatten(parts)[0], replace(mine, state=opt_state), states, info, pending)
         if axis.size == 1:
-            whole = [_whole(new, old) for new, old in zip(tree.flatten(parts)[0], leaves, strict=True)]
-            return Updated(tree.unflatten(spec, whole), as_shards(opt_state, axis), states, pending)
+            after = [whole(new, old) for new, old in zip(tree.flatten(parts)[0], leaves, strict=True)]
+            return Updated(tree.unflatten(spec, after), as_shards(opt_state, axis), states, pending)
         shared = communicate_after_update(self.exchange, AllParts(), update, parts, opt_state, states, info)
         return replace(shared, opt_state=as_shards(opt_state, axis), pending=pending)
+
+    def _coded(
+        self, update: Update, parts: list[Tensor], mine: CodedShards, states: States, info: StepInfo, pending: Any
+    ) -> Updated:
+        """The end of a step whose ranks send differences; `parts`: this rank's new parameters."""
+        axis, (leaves, spec) = info.axis, tree.flatten(update.params)
+        hook, (unsent, of_unsent) = self.hook(info.step), tree.flatten(mine.unsent)
+        wanted = [new + rest for new, rest in zip(parts, unsent, strict=True)]  # in the dtype of what isn't sent yet
+        changes = [new - part(old, axis.rank, axis.size) for new, old in zip(wanted, leaves, strict=True)]
+        coded = CodedParts(hook) if isinstance(hook, CompressedAllReduce) else AllParts()
+        exchange = self.exchange(coded, changes, tree.leaf_paths(update.params), info, like=update.params)
+        after, left = list(leaves), list(unsent)
+        for bucket, (rows, _) in exchange.wait_buckets():
+            for member, block in zip(bucket.members, rows.split(bucket.sizes, 1), strict=True):
+                old = leaves[member]
+                after[member] = (old + whole(block, old)).to(old.dtype)
+                left[member] = finite(wanted[member] - part(after[member], axis.rank, axis.size))
+        after, left = update.if_finite((after, left), (leaves, unsent))
+        shards = replace(mine, unsent=tree.unflatten(of_unsent, left))
+        return Updated(tree.unflatten(spec, after), shards, states, pending)
 
     def gather_optimizer(self, optimizer: Optimizer, params: Tree, opt_state: Shards, info: StepInfo) -> Shards:
         if opt_state.ranks == 1:
             return opt_state
-        like = tree.flatten(optimizer.init(own_parts(params, Axis("whole", 1))))[0]
-        leaves, spec = tree.flatten(own_state(opt_state, info.axis))
-        split = {i: path for i, path in enumerate(tree.leaf_paths(opt_state.state)) if leaves[i].ndim == 1}
-        places, mine = list(split), [leaves[i] for i in split]
-        for bucket, (rows, _) in self.exchange(AllParts(), mine, [*split.values()], info).wait_buckets():
+        new = self.init_optimizer(optimizer, params, Axis("whole", 1))
+        like, paths = tree.flatten(new)[0], tree.leaf_paths(new)
+        leaves, spec = tree.flatten(own_shards(opt_state, info.axis))
+        places = [place for place, leaf in enumerate(leaves) if leaf.ndim == 1]
+        mine, names = [leaves[place] for place in places], [paths[place] for place in places]
+        for bucket, (rows, _) in self.exchange(AllParts(), mine, names, info).wait_buckets():
             for member, block in zip(bucket.members, rows.split(bucket.sizes, 1), strict=True):
-                i = places[member]
-                leaves[i] = _whole(block, like[i])
-        return Shards(tree.unflatten(spec, leaves), 1, 0)
+                leaves[places[member]] = whole(block, like[places[member]])
+        own: Shards = tree.unflatten(spec, leaves)
+        return replace(own, ranks=1, rank=0)
 
     def _together(self, optimizer: Optimizer, info: StepInfo) -> Optimizer:
         """`optimizer`, in which clipping uses the norm over all ranks' parts."""
@@ -157,186 +235,3 @@ class ZeroStrategy(Strategy):
         found = optimizers.members_of(optimizer)
         each = [replace(m, norm=partial(norm, m)) if isinstance(m, optimizers.ClipByGlobalNorm) else m for m in found]
         return optimizers.with_members(optimizer, each)
-
-
-@dataclass(frozen=True)
-class Shards:
-    """One rank's part of an optimizer state; made by :class:`ltx.ZeroStrategy`.
-
-    Paths name the part ("opt_state.shard_0_of_2.per_param.w.exp_avg"), so parts don't collide in a checkpoint.
-    """
-
-    state: Tree  # the optimizer's state for this rank's parts of the parameters, which are vectors
-    ranks: int  # the number of parts; 1 for a whole state
-    rank: int | None  # the rank whose part this is; None on simulated ranks, which hold all parts together
-
-    @property
-    def name(self) -> str:
-        return f"shard_{'r' if self.rank is None else self.rank}_of_{self.ranks}"
-
-
-tree.register_node(
-    Shards,
-    lambda shards: ((shards.state,), (shards.ranks, shards.rank)),
-    lambda children, static: Shards(children[0], *static),
-    lambda shards: (shards.name,),
-)
-
-
-def width(numel: int, ranks: int) -> int:
-    """The number of elements of each part of a parameter."""
-    return -(-numel // ranks)
-
-
-def part(x: Tensor, rank: int | Tensor, ranks: int) -> Tensor:
-    """x[rank], a vector; a view unless it needs padding. `rank` is a tensor on simulated ranks."""
-    m, flat = width(x.numel(), ranks), x.reshape(-1)
-    if isinstance(rank, int):
-        mine = flat[rank * m : (rank + 1) * m]
-        return mine if mine.numel() == m else pad(mine, (0, m - mine.numel()))
-    return _rows(flat, ranks).index_select(0, rank.reshape(1)).squeeze(0)
-
-
-def _rows(flat: Tensor, ranks: int) -> Tensor:
-    """All parts, of shape (ranks, width); a view unless they need padding."""
-    missing = width(flat.numel(), ranks) * ranks - flat.numel()
-    return (pad(flat, (0, missing)) if missing else flat).view(ranks, -1) if flat.numel() else flat.view(ranks, 0)
-
-
-@dataclass(frozen=True)
-class MeanPart(CommHook):
-    """Reduce-scatter: rank r gets the r-th part of every mean gradient, in its place, and zeros elsewhere."""
-
-    alike: ClassVar[bool] = False
-    elementwise: ClassVar[bool] = False
-    sums: ClassVar[bool] = False
-
-    short: torch.dtype | None = None  # the half-precision dtype in which gradients are sent; None for their own dtype
-
-    @property
-    def exact(self) -> bool:
-        return self.short is None
-
-    def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
-        narrow = dtype if self.short is None or dtype.itemsize < 4 or dtype.is_complex else self.short
-        return Packing(narrow, 1.0 / axis_size, 1.0 / axis_size)
-
-    def reduce(self, inputs: BucketInput) -> Reduction:
-        if not inputs.flat.numel():
-            return inputs.flat, inputs.states
-        mine = yield CollectiveRequest("psum_scatter", _side_by_side(inputs))
-        return _placed(mine, inputs), inputs.states
-
-
-in_half.register(MeanPart, lambda hook, dtype: replace(hook, short=dtype))
-
-
-def _side_by_side(inputs: BucketInput) -> Tensor:
-    """The parts of all parameters of a bucket, a row for each rank. One copy; none for a single large parameter."""
-    blocks = [_rows(flat, inputs.axis_size) for flat in inputs.flat.split(inputs.bucket.sizes)]
-    return torch.cat(blocks, 1) if len(blocks) > 1 else blocks[0]
-
-
-def _placed(mine: Tensor, inputs: BucketInput) -> Tensor:
-    """A flat bucket of zeros with this rank's parts, `mine`, in their places."""
-    n, sizes, rank = inputs.axis_size, inputs.bucket.sizes, inputs.rank
-    widths = [width(size, n) for size in sizes]
-    if not isinstance(rank, int):  # simulated ranks can't write in place
-        rows = torch.where((torch.arange(n, device=mine.device) == rank)[:, None], mine, torch.zeros_like(mine))
-        blocks = zip(rows.split(widths, 1), sizes, strict=True)
-        return torch.cat([block.reshape(-1)[:size] for block, size in blocks])
-    flat = mine.new_zeros(inputs.bucket.numel)
-    for whole, own, m in zip(flat.split(sizes), mine.split(widths), widths, strict=True):
-        there = whole[rank * m : (rank + 1) * m]
-        there.copy_(own[: there.numel()])
-    return flat
-
-
-@dataclass(frozen=True)
-class PartUpdated(MeanPart, PostUpdateHook):
-    """Reduce-scatters gradients, updates this rank's part, and all-gathers the new parameters."""
-
-    phases: ClassVar[int] = 2
-    shares_gradients: ClassVar[bool] = True
-
-    def part(self, param: Tensor, axis: Axis) -> Tensor:
-        return part(param, axis.rank, axis.size)
-
-    def own(self, opt_state: Shards, axis: Axis) -> Tree:
-        mine = own_state(opt_state, axis)
-        # A part of a whole state is a view: this rank needs a copy of its own.
-        return mine if opt_state.ranks == axis.size else tree.map(torch.clone, mine)
-
-    def held(self, opt_state: Tree, axis: Axis) -> Shards:
-        return as_shards(opt_state, axis)
-
-    def reduce(self, inputs: BucketInput) -> Reduction:
-        n, sizes, update = inputs.axis_size, inputs.bucket.sizes, inputs.update
-        assert update is not None
-        widths = [width(size, n) for size in sizes]
-        if not inputs.flat.numel():
-            update([inputs.flat.to(inputs.bucket.dtype)] * len(sizes))
-            return inputs.flat, ()
-        mine = yield CollectiveRequest("psum_scatter", _side_by_side(inputs))
-        given = update(mine.to(inputs.bucket.dtype).split(widths))
-        rows = yield CollectiveRequest("all_gather", torch.cat(given) if len(given) > 1 else given[0])
-        return rows, ()
-
-    def finish_bucket(self, bucket: Bucket, reduced: Reduced, old: Old) -> PostUpdateResult:
-        if not bucket.numel:
-            return PostUpdateResult(old.params, old.states)
-        blocks = reduced[0].split([width(x.numel(), old.axis_size) for x in old.params], 1)
-        if old.may_overwrite:
-            return PostUpdateResult(old.params, old.states, partial(_joined, blocks, old.params))
-        return PostUpdateResult([_whole(block, x) for block, x in zip(blocks, old.params, strict=True)], old.states)
-
-
-@dataclass(frozen=True)
-class AllParts(PartUpdated):
-    """Only all-gathers the new parameters: gradients were reduced before, and the optimizer has run."""
-
-    phases: ClassVar[int] = 1
-    shares_gradients: ClassVar[bool] = False
-
-    def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
-        return super().packing(dtype, axis_size)._replace(scale=1.0)
-
-    def reduce(self, inputs: BucketInput) -> Reduction:
-        return (yield CollectiveRequest("all_gather", inputs.flat)), ()
-
-
-def _whole(parts: Tensor, like: Tensor) -> Tensor:
-    """A tensor of the shape of `like` from all ranks' parts, which may be columns of a bucket."""
-    return parts.contiguous().view(-1)[: like.numel()].view(like.shape)  # contiguous: a column of a bucket has strides
-
-
-def _joined(blocks: Sequence[Tensor], params: Sequence[Tensor]) -> None:
-    """Copy the parts of all ranks, one row each, into their parameters."""
-    for block, param in zip(blocks, params, strict=True):
-        flat, m = param.view(-1), block.shape[1]
-        whole = flat.numel() // m if m else 0  # the number of rows without padding
-        flat[: whole * m].view(whole, m).copy_(block[:whole])
-        if whole < len(block):
-            flat[whole * m :].copy_(block[whole:].reshape(-1)[: flat.numel() - whole * m])
-
-
-def own_parts(tensors: Tree, axis: Axis, split: Callable[[Tensor], bool] = lambda x: True) -> Tree:
-    """This rank's part of every leaf for which `split` is true; other leaves stay."""
-    return tree.map(lambda x, rank=axis.rank: part(x, rank, axis.size) if split(x) else x, tensors)
-
-
-def as_shards(state: Tree, axis: Axis) -> Shards:
-    return Shards(state, axis.size, axis.rank if isinstance(axis.rank, int) else None)
-
-
-def own_state(shards: Shards, axis: Axis) -> Tree:
-    """This rank's part of an optimizer state, which may be this part already, or a whole state."""
-    here = as_shards((), axis)
-    if (shards.ranks, shards.rank) == (here.ranks, here.rank):
-        return shards.state
-    if shards.ranks > 1:
-        raise StrategyError(
-            f"ZeroStrategy: this optimizer state is {shards.name}, and this rank's is {here.name}. For other ranks, or "
-            "another number of them, gather it first, where it was made: state = train.gather(state)."
-        )
-    return own_parts(shards.state, axis, lambda x: x.ndim == 1)

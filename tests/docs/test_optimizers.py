@@ -106,14 +106,6 @@ def free(params: Params, batches: Tensor) -> Iterator[Params]:
     yield x
 
 
-def stepped(params: Params, batches: Tensor) -> Params:
-    for x in batches:
-        grads, loss = slopes(params, x)
-        rate = min(2.0, float(loss) / sum(float(g.pow(2).sum()) for g in grads.values()))
-        params = {k: p - rate * grads[k] for k, p in params.items()}
-    return params
-
-
 def several(params: Params, batches: Tensor) -> Params:
     sgd, kept, updates, left_out = Sgd(), list[Params](), 0, 0
     for x in batches:
@@ -141,7 +133,6 @@ TWINS: dict[str, Callable[[Params, Tensor], Params]] = {
     "mean": mean,
     "free": lambda params, batches: next(free(params, batches)),
     "best": lambda params, batches: list(free(params, batches))[1],
-    "stepped": stepped,
     "several": several,
 }
 
@@ -177,7 +168,6 @@ MADE: dict[str, Callable[[dict[str, Any]], ltx.optim.Optimizer]] = {
     "each_rms": lambda its: ltx.optim.chain(its["clip_each"](its["by_rms"]), its["sgd"]),
     "ahead": lambda its: its["lookahead"](its["sgd"]),
     "free": lambda its: its["schedule_free"](ltx.optim.from_torch(torch.optim.SGD, lr=0.5)),
-    "stepped": lambda its: its["polyak"](most=2.0),
 }
 
 

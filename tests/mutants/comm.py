@@ -150,6 +150,16 @@ MUTANTS = (
         tests=("tests/internal/peers/test_deadlock.py::test_who_is_stuck",),
     ),
     Mutant(
+        name="comm: who leaves a world after a failure doesn't wait until it is told",
+        where="Members.end",
+        old="self.watcher.tell(wait=True)",
+        new="self.watcher.tell(wait=self._ended)",
+        breaks="peers say that its process is gone",
+        tests=(
+            "tests/internal/comm/test_passes.py::test_who_begins_a_new_world_at_once_has_told_why_it_left_the_old_one",
+        ),
+    ),
+    Mutant(
         name="comm: a silent peer isn't seen",
         where="Watcher._look_after_peers",
         old="record.beat and (why == kernel.GONE or (why and late))",

@@ -44,6 +44,22 @@ MUTANTS = (
         tests=("tests/internal/strategies/test_zero.py::test_one_norm_is_measured_of_all_parts",),
     ),
     Mutant(
+        name="strategies: ZeRO forgets what it hasn't sent",
+        where="ZeroStrategy._coded",
+        old="wanted = [new + rest for new, rest in zip(parts, unsent, strict=True)]",
+        new="wanted = [new + 0 * rest for new, rest in zip(parts, unsent, strict=True)]",
+        breaks="what a hook leaves out of an update is lost",
+        tests=("tests/internal/strategies/test_zero.py::test_nothing_is_lost",),
+    ),
+    Mutant(
+        name="strategies: ZeRO's residual in another order",
+        where="CodedPart.reduce",
+        old="left = _in_order(rows if sent is None else rows - sent, inputs)",
+        new="left = (rows if sent is None else rows - sent).reshape(-1)[: inputs.bucket.numel]",
+        breaks="what wasn't sent of one parameter is added to another",
+        tests=("tests/internal/strategies/test_zero.py::test_nothing_is_lost",),
+    ),
+    Mutant(
         name="strategies: averaging one step late",
         where="LocalSGDStrategy.group",
         old="if step < self.warmup_steps or ranks == 1:",

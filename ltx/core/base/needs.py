@@ -92,6 +92,12 @@ TABLE = {
         lambda x: x.offers.elementwise,
         f"{_ELEMENTWISE}, or {_DDP}",
     ),
+    "ZeRO, hook": Need(
+        "ZeroStrategy.comm_hook",
+        "messages, each of which can be decoded by itself, as every rank gets its own part",
+        lambda x, in_messages: in_messages,
+        "use FP16, BF16, ByteGrad, Quantize, QSGD, OneBit or TopK, or hooks.after(steps, one of them)",
+    ),
     "outer, optimizer": Need(
         "DiLoCoStrategy.outer",
         "an optimizer for gradients that updates each parameter by itself",
@@ -103,15 +109,6 @@ TABLE = {
     ),
     "overlap, optimizer": Need(
         'overlap="update"', "an update of each parameter by itself", lambda x: x.offers.leafwise, _WAIT
-    ),
-    "loss, overlap": Need(
-        "an optimizer that reads the loss", "the loss of all ranks before the first update", _never, _WAIT
-    ),
-    "loss, strategy": Need(
-        "an optimizer that reads the loss",
-        "the same loss on all ranks, as they share the optimizer's state",
-        lambda x: "per_rank" not in (x.layout.params, x.layout.opt_state),
-        f"{_DDP}, or decide outside of the step: ltx.optim.adjust",
     ),
     "guard, overlap": Need("a guard or dynamic loss scale", "all gradients before the optimizer runs", _never, _WAIT),
     "check_every, strategy": Need(

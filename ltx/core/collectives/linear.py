@@ -129,6 +129,11 @@ class Function(torch.autograd.Function):
                 ) from None
             raise
 
+    @classmethod
+    def made(cls, node: Any) -> bool:
+        """Whether a call outside of torch.func has made this `node` of a graph."""
+        return isinstance(node, cls._plain._backward_cls)
+
 
 def _copies(outputs: Any) -> Any:
     return outputs.clone() if isinstance(outputs, torch.Tensor) else tuple([y.clone() for y in outputs])

@@ -1,7 +1,6 @@
 """Optimizers as pairs of pure functions, ``init(params)`` and ``update(grads, state, params)``, as in optax."""
 
 from ltx.core.base.traced import at_trace_time as at_trace_time
-from ltx.core.optim.base import LossState as LossState
 from ltx.core.optim.base import Optimizer as Optimizer
 from ltx.core.optim.base import TorchState as TorchState
 from ltx.core.optim.base import advanced as advanced
@@ -12,10 +11,8 @@ from ltx.core.optim.base import at_nodes as at_nodes
 from ltx.core.optim.base import check_state as check_state
 from ltx.core.optim.base import donated as donated
 from ltx.core.optim.base import leaves_like as leaves_like
-from ltx.core.optim.base import sees_loss as sees_loss
 from ltx.core.optim.base import times_lr as times_lr
 from ltx.core.optim.base import unless as unless
-from ltx.core.optim.base import with_loss as with_loss
 from ltx.core.optim.combine import LeafPart as LeafPart
 from ltx.core.optim.combine import LeafTransform as LeafTransform
 from ltx.core.optim.combine import chain as chain

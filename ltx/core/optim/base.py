@@ -130,30 +130,6 @@ def at_nodes(state: Tree, made: Callable[[Any], Any], *kinds: type) -> Tree:
     return spec.unflatten([made(x) if isinstance(x, kinds) else x for x in nodes])
 
 
-def with_loss(state: Tree, loss: Tensor) -> Tree:
-    """An optimizer's `state` with `loss` put into each :class:`LossState`. A train step calls this before each update.
-
-    >>> import torch
-    >>> with_loss({"seen": LossState(), "sum": torch.zeros(1)}, torch.tensor(0.5))
-    {'seen': LossState(loss=tensor(0.5000)), 'sum': tensor([0.])}
-    """
-
-    def told(node: LossState | TorchState) -> LossState | TorchState:
-        if isinstance(node, LossState):
-            if not isinstance(loss, Tensor) or loss.ndim:
-                raise OptimError(f"with_loss: loss must be a 0-dim tensor, got {brief(loss)}.")
-            return LossState(loss.clone())  # the metrics hold `loss` too, and a donated state may be overwritten
-        return replace(node, hyper=with_loss(node.hyper, loss)) if node.hyper else node
-
-    return at_nodes(state, told, LossState, TorchState)
-
-
-def sees_loss(state: Tree) -> bool:
-    """Whether an optimizer's `state` holds a :class:`LossState`."""
-    found = all_of(state, LossState, TorchState)
-    return any(isinstance(node, LossState) or sees_loss(node.hyper) for node in found)
-
-
 def times_lr(optimizer: Optimizer, factor: float) -> Optimizer | None:
     """`optimizer` with `factor` times its learning rate; None if the rate isn't known, as in :func:`from_functions`."""
     return optimizer._times_lr(factor)
@@ -415,8 +391,7 @@ class TorchState:
             torch's names (``exp_avg``, ``exp_avg_sq``, ``step``, ...). No update changes its structure.
         count: the number of updates done. It is a Python integer in the tree's structure, not a leaf, so that a
             schedule can read it under every transformation.
-        hyper: the hyperparameters that the state keeps, by name (:func:`adjustable`, :func:`reduce_on_plateau`); () if
-            it keeps none.
+        hyper: the hyperparameters that the state keeps, by name (:func:`adjustable`); () if it keeps none.
     """
 
     per_param: Tree
@@ -430,32 +405,6 @@ register_node(
     lambda children, count: TorchState(children[0], count, children[1]),
     ("per_param", "hyper"),
 )
-
-
-@dataclass(frozen=True)
-class LossState:
-    """A place for the loss. An optimizer that wants to read the loss keeps a LossState anywhere in its state.
-
-    A train step puts the mean loss of all ranks there (:func:`with_loss`) before each update. The step raises an error
-    if ranks keep separate losses, and with ``overlap="update"``, where updates begin before the mean loss is known.
-
-    Attributes:
-        loss: 0-dim tensor; NaN before the first update.
-
-    Example:
-        >>> import torch, ltx
-        >>> def polyak(grads, state, w):  # the loss over the squared norm of the gradients
-        ...     return -state.loss / grads.square().sum() * grads, state
-        >>> optimizer = ltx.optim.from_functions(lambda w: ltx.optim.LossState(), polyak)
-        >>> train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).square().sum()), optimizer)
-        >>> train(train.init(torch.tensor(2.0)), torch.tensor(1.0))[0].params
-        tensor(1.)
-    """
-
-    loss: Tensor = field(default_factory=lambda: torch.tensor(torch.nan, device="cpu"))
-
-
-register_node(LossState, lambda state: ((state.loss,), None), lambda children, _: LossState(children[0]), ("loss",))
 
 
 def all_of(state: Tree, *kinds: type) -> list[Any]:

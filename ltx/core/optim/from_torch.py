@@ -103,7 +103,7 @@ class TorchOptimizer(ClassOptimizer):
         if type(None) in [*map(type, grad_leaves)]:
             has_grad = [index for index, grad in enumerate(grad_leaves) if grad is not None]
             picked = ([grad_leaves[i] for i in has_grad], [states[i] for i in has_grad], [leaves[i] for i in has_grad])
-        next_count, hyper = traced.one_more(state.count), self._hyper_after(state)
+        next_count, hyper = traced.one_more(state.count), state.hyper
         values = self._values(state.count, state.hyper)
         rate = self._traced(values.get("lr"), state.count)
         rule = partial(self._run, count=state.count, values=values if rate is None else values | {"lr": 1.0})

@@ -39,22 +39,17 @@ _TAKE_SPARSE_GRADS = (torch.optim.Adagrad, torch.optim.SGD, torch.optim.SparseAd
 
 
 class Kept(NamedTuple):
-    """A hyperparameter in an optimizer's state: its value, on the CPU, and what the next value is computed from."""
+    """A hyperparameter in an optimizer's state: its value, on the CPU."""
 
     value: Tree
-    more: Tree = ()
 
 
 class Hyperparameter:
-    """A hyperparameter that the state keeps, and that may change from one update to the next."""
+    """A hyperparameter that the state keeps, and that may be changed between two updates."""
 
     def init(self) -> Kept:
         """The hyperparameter in the first state."""
         raise NotImplementedError
-
-    def after(self, kept: Kept, count: int) -> Kept:
-        """The hyperparameter in the next state, after update number `count`. A pure function."""
-        return kept
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,10 +80,6 @@ class ClassOptimizer(Optimizer):
     def _hyper(self) -> Tree:
         """The hyperparameters that the first state keeps."""
         return {name: own.init() for name, own in self._varying.items() if isinstance(own, Hyperparameter)} or ()
-
-    def _hyper_after(self, state: TorchState) -> Tree:
-        """The hyperparameters that the next state keeps."""
-        return {name: self._varying[name].after(own, state.count) for name, own in dict(state.hyper).items()} or ()
 
     def _values(self, count: int, hyper: Tree, but: str = "") -> dict[str, Any]:
         """The values of scheduled and adjustable hyperparameters, except `but`, after `count` updates."""
@@ -332,7 +323,7 @@ class OpaqueOptimizer(ClassOptimizer):
                 target.copy_(alias.detach())
         after = [_begun(self._taken(instance, alias)) or own for alias, own in zip(aliases, kept, strict=True)]
         per_param = {"params": spec.unflatten(after), "group": _begun(group)}
-        return spec.unflatten(targets), TorchState(per_param, state.count + 1, self._hyper_after(state))
+        return spec.unflatten(targets), TorchState(per_param, state.count + 1, state.hyper)
 
     def _restored(self, params: list[Tensor], state: TorchState, spec: Any, donate: bool) -> Any:
         """An instance that has `state`."""

@@ -152,10 +152,9 @@ def unreached(total: torch.Tensor, leaves: Sequence[torch.Tensor], plan: Plan | 
     """
     places = {id(leaf): place for place, leaf in enumerate(leaves)}
     missing = set(places.values()) - {places.get(id(total))}
-    ends = MicroBatches._backward_cls, Marker._backward_cls
-    for _, node, output in edges([total.grad_fn], lambda node: isinstance(node, ends)):
-        if plan is not None and isinstance(node, Marker._backward_cls):
-            missing.difference_update(plan.buckets[node.bucket].members[output : output + 1])  # type: ignore[attr-defined]
+    for _, node, output in edges([total.grad_fn], lambda node: Marker.made(node) or MicroBatches.made(node)):
+        if plan is not None and Marker.made(node):
+            missing.difference_update(plan.buckets[node.bucket].members[output : output + 1])
         missing.discard(places.get(id(getattr(node, "variable", None)), -1))
     return sorted(missing)
 

@@ -120,8 +120,8 @@ class PureStep(Step):
     def knows_bad(self, finite: torch.Tensor) -> bool:
         return may_raise(self.train) and not bool(plain_values(finite).all())
 
-    def update(self, done: BackwardResult, states: Any, finite: Any, loss: torch.Tensor) -> Updated:
-        updated = super().update(done, states, finite, loss)
+    def update(self, done: BackwardResult, states: Any, finite: Any) -> Updated:
+        updated = super().update(done, states, finite)
         if updated.pending is not None:
             raise UnsupportedError(
                 f"{self.train.step.strategy!r} leaves work under way between two steps, which transforms can't carry. "

@@ -25,7 +25,7 @@ from ltx.core import comm
 from ltx.core.base import traced, tree
 from ltx.core.base.errors import LtxError, WeightError
 from ltx.core.gradients.pending import ProcessSchedule
-from ltx.core.optim.base import Prepared, Update, with_loss
+from ltx.core.optim.base import Prepared, Update
 from ltx.core.optim.from_torch import TorchOptimizer
 from ltx.core.training.backward import (
     Backward,
@@ -97,7 +97,7 @@ class Step:
             states, buffers = kept_if_skipped(train, finite, state, states, buffers)
         try:
             with self.updating():
-                updated = self.update(done, states, finite, loss)
+                updated = self.update(done, states, finite)
                 sync, rates = self.next_sync(updated), None
                 if not traced.recording():
                     rates = Rates(train.step.strategy.rates(train.optimizer, state.held("opt_state"), self.info.axis))
@@ -109,7 +109,7 @@ class Step:
             raise
         return following, metrics
 
-    def update(self, done: BackwardResult, states: Any, finite: Any, loss: torch.Tensor) -> Updated:
+    def update(self, done: BackwardResult, states: Any, finite: Any) -> Updated:
         """Run the optimizer, unless it has run bucket by bucket, and the strategy's part."""
         strategy, state = self.train.step.strategy, self.state
         if done.grads is None:
@@ -118,8 +118,6 @@ class Step:
             return Updated(params, done.opt_state, after, self.pending)
         with comm.span("update"):
             opt_state = state.held("opt_state")
-            if traced.recording() or state.sees_loss:  # Dynamo can't trace a cached property
-                opt_state = with_loss(opt_state, loss)
             grads = tree.unflatten(self.spec, done.grads)
             faster = None if self.prepared is None else (self.prepared, grads, [*done.grads])
             done.grads.clear()  # leave the only references to the optimizer, which can free them
@@ -377,9 +375,7 @@ class EagerStep(Step):
     def commit(self, updated: Updated, following: TrainState, metrics: Metrics) -> None:
         state = self.state
         carried = self.resolved.after(following, self._work.run)
-        following.__dict__.update(
-            sees_loss=state.sees_loss, of_step=True, made_by=self.train, resolved=carried, module=state.module
-        )
+        following.__dict__.update(of_step=True, made_by=self.train, resolved=carried, module=state.module)
         with uninterrupted(updated.finish is not None):
             if updated.finish is not None:
                 state.begin_writing()

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +22,7 @@ from ltx.core.base import private, traced, tree
 from ltx.core.base.errors import DonatedStateError, InputError, InvalidStateError
 from ltx.core.base.readable import Readable, text_of
 from ltx.core.optim import TorchState
-from ltx.core.optim.base import advanced, all_of, sees_loss
+from ltx.core.optim.base import advanced, all_of
 from ltx.core.transforms.strategy_update import StateLayout
 from ltx.typing import Tree
 
@@ -131,11 +131,6 @@ class TrainState(Readable):
         """The parameters that are trained, with None in the places of frozen ones."""
         self._look_at("params")
         return self.__dict__["_params"]
-
-    @cached_property
-    def sees_loss(self) -> bool:
-        """Whether the optimizer's state has a place for the loss. Steps pass it on: the state may be large."""
-        return sees_loss(self.held("opt_state"))
 
     def _look_at(self, part: str) -> None:
         """Note that a part was read, so the user may now hold its tensors."""

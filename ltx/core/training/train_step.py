@@ -21,7 +21,6 @@ from ltx.core.base.errors import (
     TreeError,
 )
 from ltx.core.base.handed_in import HandedIn
-from ltx.core.base.needs import require
 from ltx.core.gradients.exchange import Exchange
 from ltx.core.gradients.planning import in_step, requires_grad
 from ltx.core.optim import Optimizer
@@ -118,10 +117,6 @@ class TrainStep(TrainSettings):
             loss_scale = tree.map(lambda x: x.to(leaves[0].device), loss_scale)
         layout = layout_for(self, params if frozen is None else tree.filled(params, frozen), sync_state)
         state = TrainState(params, buffers, opt_state, sync_state, layout=layout, loss_scale=loss_scale, frozen=frozen)
-        if state.sees_loss:
-            require("loss, strategy", strategy, repr(self.optimizer))
-            if self.overlap == "update":
-                require("loss, overlap", 'overlap="update"', repr(self.optimizer))
         state.__dict__["of_step"] = True
         return (state if module is None else follow(self, module, state)).by(self).unseen()
 

@@ -16,21 +16,17 @@ from torch.optim import SGD, Adam, AdamW, Muon, RMSprop
 import ltx
 from ltx.errors import LtxError
 from ltx.optim import (
-    LossState,
     adjust,
     adjustable,
     chain,
     clip_by_global_norm,
-    from_functions,
     from_torch,
     partition,
-    reduce_on_plateau,
-    with_loss,
 )
 from tests.contract.optim.cases import same_bits
 from tests.contract.optim.test_opaque import Lion
 from tests.kinds import Ranks
-from tests.train_on import refuses, trained
+from tests.train_on import refuses
 
 
 class Row(NamedTuple):
@@ -153,139 +149,41 @@ def test_rates_of_a_population(seed: int) -> None:
         torch.vmap(lambda x: updated(momentum=x))(rates)
 
 
-# --- the loss ---------------------------------------------------------------------------------------------------------
+def test_a_rate_that_follows_the_loss_by_torchs_own_rule(ranks: Ranks) -> None:
+    """All ranks decide alike, since the loss of the metrics is that of all ranks."""
+    losses = [3.0, 2.0, 2.5, 2.4, 2.3, 1.0, 1.2, 1.1, 1.1, 1.3]
 
-LOSSES = torch.tensor([3.0, 2.0, 2.5, 2.4, 2.3, 1.0, 1.2, 1.1, 1.1, 1.3, 1.4, 1.0, 0.5, 0.7, 0.7, 0.7, 0.9, 0.8])
-PLATEAUS: dict[str, dict[str, Any]] = {
-    "every": {"factor": 0.5, "patience": 1},
-    "at once": {"factor": 0.9, "patience": 0, "cooldown": 2},
-    "least": {"factor": 0.1, "patience": 0, "least": 0.05},
-    "threshold": {"factor": 0.5, "patience": 1, "threshold": 0.5},
-    "of two": {"factor": 0.5, "patience": 0, "every": 2},
-}
+    def rates() -> list[float]:
+        watched = SGD([torch.zeros(1)], lr=1.0)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(watched, factor=0.5, patience=1)
+        train = ltx.train_step(
+            ltx.data_parallel(lambda w, x: w.sum() - w.detach().sum() + x), from_torch(SGD, lr=adjustable(1.0))
+        )
+        state, found = train.init(torch.zeros(2)), []
+        for n, loss in enumerate(losses):
+            mine = torch.tensor(loss) + (2 * int(ltx.axis_index()) - 1) * n * (int(ltx.axis_size()) - 1)
+            state, metrics = train(state, mine)
+            plateau.step(metrics.loss)
+            opt_state = adjust(state.opt_state, lr=watched.param_groups[0]["lr"])
+            state = dataclasses.replace(state, opt_state=opt_state)
+            found.append(state.opt_state.hyper["lr"].value.item())
+        return found
 
-
-def torchs_rates(every: int = 1, least: float = 0.0, **options: Any) -> list[float]:
-    optimizer = SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, min_lr=least, **options)
-    rates = []
-    for n in range(len(LOSSES)):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        if (n + 1) % every == 0:
-            plateau.step(sum(LOSSES.tolist()[n + 1 - every : n + 1]) / every)
-    return rates
-
-
-def plateaued(name: str, strategy: Any = None, **options: Any) -> list[float]:
-    """The moves of a parameter whose gradient is 1, on ranks whose own losses differ."""
-    sgd = from_torch(SGD, lr=reduce_on_plateau(1.0, **PLATEAUS[name]))
-    train = ltx.train_step(ltx.data_parallel(lambda w, x: w.sum() - w.detach().sum() + x, strategy), sgd, **options)
-    state, moves = train.init(torch.zeros(2, dtype=torch.float64)), []
-    for n, loss in enumerate(LOSSES):
-        before = state.params.clone()
-        mine = loss + (2 * ltx.axis_index() - 1) * n * (ltx.axis_size() - 1)  # better there, worse here
-        state, _ = train(state, mine)
-        moves.append((before - state.params)[0])
-    return torch.stack(moves)
-
-
-OPTIONS: tuple[dict[str, Any], ...] = ({"strategy": ltx.ZeroStrategy()}, {"donate": False}, {"guard": "skip"})
-
-
-@pytest.mark.parametrize(
-    ("name", "options"), [(name, {}) for name in PLATEAUS] + [("every", o) for o in OPTIONS], ids=str
-)
-def test_all_ranks_decide_by_the_loss_that_they_share(name: str, options: Any, ranks: Ranks) -> None:
-    expected = torch.tensor(torchs_rates(**PLATEAUS[name]), dtype=torch.float64)
-    assert len(expected.unique()) > 1
-    for found in (plateaued(name, **options), *ranks(2).run(plateaued, name, **options)):
-        torch.testing.assert_close(found, expected)
-
-
-def test_on_simulated_ranks() -> None:
-    expected = torch.tensor(torchs_rates(**PLATEAUS["every"]), dtype=torch.float64)
-    found = ltx.vmap(lambda _: plateaued("every"), in_dims=0)(torch.zeros(2))
-    torch.testing.assert_close(found, expected.expand(2, -1))
-
-
-def test_a_skipped_step_is_no_decision(seed: int) -> None:
-    sgd, xs = (
-        from_torch(SGD, lr=reduce_on_plateau(1.0, 0.5, patience=0)),
-        torch.tensor([1.0, *[torch.nan] * 2, torch.inf]),
-    )
-    kept = trained(lambda w, x: w * x, sgd, torch.tensor(1.0), xs, guard="skip").state.opt_state.hyper["lr"]
-    assert (kept.value, kept.more["best"]) == (1.0, 1.0)
-
-
-def polyak(grads: Any, state: LossState, params: Any) -> Any:
-    return -state.loss / grads.square().sum() * grads, state
-
-
-def of_the_loss(xs: Tensor) -> Any:
-    own = from_functions(lambda p: LossState(), polyak)
-    found = trained(lambda w, x: ((w - x) ** 2).sum(), own, torch.ones(3), xs)
-    assert same_bits(found.state.opt_state.loss, found.metrics[-1].loss)
-    return found.params
-
-
-def test_an_optimizer_of_ones_own_sees_the_loss(ranks: Ranks, seed: int) -> None:
-    xs, w = torch.randn(3, 2, 3), torch.ones(3)  # step, rank, numbers
-    for x in xs:
-        loss, grad = ((w - x) ** 2).sum(1).mean(), 2 * (w - x).mean(0)
-        w = w - loss / grad.square().sum() * grad
-    for found in (*ranks(2).run(lambda: of_the_loss(xs[:, ltx.axis_index()])), *ltx.vmap(of_the_loss, in_dims=1)(xs)):
-        torch.testing.assert_close(found, w, rtol=1e-3, atol=1e-4)
-    told = with_loss((LossState(), {"a": torch.ones(1)}), torch.tensor(2.0))
-    assert same_bits(told, (LossState(torch.tensor(2.0)), {"a": torch.ones(1)}))
-
-
-class Watched:
-    """A node of a state, which counts how often somebody looks into it."""
-
-    looks = 0
-
-    def __init__(self, inside: Any):
-        self.inside = inside
-
-    @staticmethod
-    def flatten(node: Watched) -> Any:
-        Watched.looks += 1
-        return (node.inside,), None
-
-
-ltx.tree.register_node(Watched, Watched.flatten, lambda children, _: Watched(*children), ("inside",))
-
-
-@pytest.mark.parametrize("guard", ["off", "skip"])
-def test_a_place_for_the_loss_is_looked_for_once(guard: Any) -> None:
-    def update(grads: Tensor, state: Watched, params: Tensor) -> Any:
-        return -state.inside.loss * grads if isinstance(state.inside, LossState) else -grads, state
-
-    def looks(state: Any) -> tuple[Any, int]:
-        Watched.looks = 0
-        return train(state, torch.ones(1))[0], Watched.looks
-
-    optimizer = from_functions(lambda params: Watched(torch.zeros(1)), update)
-    train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), optimizer, guard=guard)
-    state, first = looks(train.init(torch.tensor([3.0])))
-    state, later = looks(state)
-    assert later == first
-    ltx.tree.flatten(state)  # as making one by hand does, so that its tensors may be held by the user
-    state, held = looks(state)
-    state, by_hand = looks(dataclasses.replace(state))
-    assert by_hand == held + 1
-    assert looks(state)[1] == first
-    state, _ = looks(dataclasses.replace(train.init(torch.tensor([3.0])), opt_state=Watched(LossState())))
-    assert looks(state)[0].params.item() == 3 - 3 - 0  # the loss is 3, and then 0
+    watched = SGD([torch.zeros(1)], lr=1.0)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(watched, factor=0.5, patience=1)
+    expected = []
+    for loss in losses:
+        plateau.step(loss)
+        expected.append(watched.param_groups[0]["lr"])
+    assert len({*expected}) > 1
+    assert [rates(), *ranks(2).run(rates)] == [expected] * 3
 
 
 def test_goes_on_from_a_checkpoint(tmp_path: Any) -> None:
-    sgd = from_torch(SGD, lr=reduce_on_plateau(1.0, 0.5, patience=0), momentum=adjustable(0.5))
+    sgd = from_torch(SGD, lr=adjustable(1.0), momentum=adjustable(0.5))
     train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x) ** 2), sgd)
     state, _ = train(train.init(torch.tensor(1.0)), torch.tensor(0.5))
-    state, _ = train(state, torch.tensor(5.0))
-    state = dataclasses.replace(state, opt_state=adjust(state.opt_state, momentum=0.25))
+    state = dataclasses.replace(state, opt_state=adjust(state.opt_state, lr=0.5, momentum=0.25))
     ltx.checkpoint.save(tmp_path / "kept", state)
     loaded = ltx.checkpoint.load(tmp_path / "kept", train.init(torch.tensor(1.0))).state
     assert {name: kept.value.item() for name, kept in loaded.opt_state.hyper.items()} == {"lr": 0.5, "momentum": 0.25}
@@ -310,7 +208,7 @@ def test_values_that_are_tensors() -> None:
     assert [x.item() for x in kept] == [0.5, 0.9]
 
 
-PLATEAU = from_torch(SGD, lr=reduce_on_plateau(0.1))
+FOLLOWING = from_torch(SGD, lr=adjustable(0.1))
 ADJUSTABLE = from_torch(SGD, lr=adjustable(0.1)).init({})
 STEP = ltx.data_parallel(lambda w, x: (w * x).sum())
 
@@ -319,9 +217,6 @@ STEP = ltx.data_parallel(lambda w, x: (w * x).sum())
     ("make", "text"),
     [
         (lambda: adjustable("0.1"), "adjustable: value must be a finite number of at least 0, got '0.1'"),
-        (lambda: reduce_on_plateau(0.1, 1.0), "factor must be a finite number of at least 0, and less than 1, got 1.0"),
-        (lambda: reduce_on_plateau(0.1, least=0.2), "lr must be a finite number of at least 0.2, got 0.1"),
-        (lambda: reduce_on_plateau(0.1, every=0), "every must be a whole number of at least 1, got 0"),
         (
             lambda: adjust(ADJUSTABLE, lr=torch.tensor(-1.0)),
             "adjust: lr must be a finite number of at least 0, got -1.0",
@@ -341,24 +236,8 @@ STEP = ltx.data_parallel(lambda w, x: (w * x).sum())
             "expected the state that its init(params) made; this one keeps []",
         ),
         (
-            lambda: ltx.train_step(STEP, PLATEAU, overlap="update").init(torch.zeros(1)),
-            'needs the loss of all ranks before the first update, which overlap="update" doesn\'t offer: use',
-        ),
-        (
-            lambda: ltx.train_step(ltx.data_parallel(STEP.fn, ltx.LocalSGDStrategy(period=2)), PLATEAU).init(
-                torch.zeros(1)
-            ),
-            "needs the same loss on all ranks, as they share the optimizer's state, which LocalSGDStrategy(",
-        ),
-        (
-            lambda: ltx.train_step(ltx.data_parallel(STEP.fn, ltx.HorovodStrategy(scale_lr=True)), PLATEAU),
+            lambda: ltx.train_step(ltx.data_parallel(STEP.fn, ltx.HorovodStrategy(scale_lr=True)), FOLLOWING),
             "Scale its rate yourself",
-        ),
-        (
-            lambda: ltx.train_step(ltx.data_parallel(STEP.fn, ltx.HorovodStrategy(op="adasum")), PLATEAU).init(
-                torch.zeros(1)
-            ),
-            "needs the same loss on all ranks, as they share the optimizer's state, which HorovodStrategy(",
         ),
         (lambda: ltx.optim.qadam(weight_decay=lambda n: 0.1, warmup_steps=1), "weight_decay must be"),
     ],

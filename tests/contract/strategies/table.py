@@ -236,6 +236,8 @@ ROWS: dict[str, Row] = {
         ltx.HorovodStrategy(op="adasum", backward_passes_per_step=2), horovod.adasum_of_steps(passes=2), ranks=(2,)
     ),
     "zero": Row(ltx.ZeroStrategy(), zero.momentum),
+    "zero, bytegrad": Row(ltx.ZeroStrategy(comm_hook=hooks.ByteGrad()), zero.eight_bit_parts),
+    "zero, topk": Row(ltx.ZeroStrategy(comm_hook=hooks.TopK(0.5)), zero.greatest_half_of_parts),
     "zero, several buckets, clipped AdamW": Row(
         ltx.ZeroStrategy(bucket_bytes=8, first_bucket_bytes=8), zero.clipped_adam, CLIPPED_ADAM, ranks=(3,)
     ),

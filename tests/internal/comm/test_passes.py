@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import torch
 import ltx
 from ltx.core import comm
 from ltx.errors import LtxError, StepLeftOutError
+from ltx.peers.watcher import Watcher
 from tests.kinds import OnNewAxis, Started, Tell
 
 
@@ -83,6 +85,24 @@ def test_a_pass_that_autograd_drops_after_a_bucket_ends_the_world(
         assert gradient == 1.5
         for text in later:
             assert "out of step since an earlier failure. ltx.init() on all ranks begins a new world" in text
+
+
+def test_who_begins_a_new_world_at_once_has_told_why_it_left_the_old_one(on_new_axis: OnNewAxis) -> None:
+    """Its shared memory closes under peers that still wait; what they say then isn't that its process is gone."""
+
+    def run() -> str:
+        _of_two_buckets(fails=False)
+        fails, write = _axis_comm().rank == 1, Watcher._write
+        if fails:
+            Watcher._write = lambda watcher: time.sleep(0.5) or write(watcher)  # type: ignore[method-assign]
+        said = _said(lambda: _of_two_buckets(fails))
+        ltx.init()
+        Watcher._write = write  # type: ignore[method-assign]
+        return said
+
+    waited, raised = on_new_axis(run)
+    assert raised.startswith("ZeroDivisionError")
+    assert waited.startswith("DeadlockDetectedError: rank 0: rank 1 has left a backward pass on axis 'data' halfway")
 
 
 def _trains(fails: Callable[[int], bool], carry_on: Callable[[], object] = int) -> tuple[list[str], list[float]]:

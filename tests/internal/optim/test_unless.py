@@ -18,7 +18,6 @@ from ltx.extend import Update
 from ltx.optim import (
     Optimizer,
     TorchState,
-    add_noise,
     chain,
     clip_by_global_norm,
     clip_by_value,
@@ -70,7 +69,7 @@ MADE: dict[str, Optimizer] = {
     "functions": functions,
     "clipped": chain(clip_by_global_norm(1.0), adamw),
     "measured, by functions": chain(measure_global_norm(), functions),
-    "by value": chain(clip_by_value(0.5), add_noise(0.1, 3), adamw),
+    "by value": chain(clip_by_value(0.5), adamw),
     "with a state": chain(Heavy(), sgd),
     "groups": grouped,
     "groups, one of functions": partition({"biases": functions, "others": adamw}, LABELS),

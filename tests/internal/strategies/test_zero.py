@@ -13,9 +13,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import ltx
-from ltx import Precision
-from ltx.errors import StrategyError
-from ltx.strategies.zero import MeanPart, Shards
+from ltx import Precision, hooks
+from ltx.errors import StepError, StrategyError
+from ltx.strategies.zero_parts import MeanPart, Shards
 from tests import train_on
 from tests.kinds import Params, Ranks
 
@@ -235,3 +235,170 @@ def test_gradients_may_travel_in_half_precision(dtype: torch.dtype, ranks: Ranks
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
     assert sent == 2 * 10 // 2
     assert ltx.hooks.cast(MeanPart(), dtype) == MeanPart(dtype)
+
+
+# --- lossy hooks -----------------------------------------------------------------------------------------------------
+
+LOSSY = {
+    "fp16": hooks.FP16(),
+    "bf16, fed back": hooks.error_feedback(hooks.BF16()),
+    "bytegrad": hooks.ByteGrad(),
+    "quantize": hooks.Quantize(),
+    "qsgd": hooks.QSGD(),
+    "onebit": hooks.OneBit(block=8),
+    "topk": hooks.TopK(0.3),
+    "warmed up": hooks.after(3, hooks.OneBit(block=8)),
+}
+
+
+def real_params() -> Params:
+    return {name: x for name, x in params_of_all_kinds().items() if not x.is_complex()}
+
+
+def real_loss(p: Params, x: Tensor) -> Tensor:
+    return loss({**p, "complex": torch.zeros(1, dtype=torch.complex64)}, x)
+
+
+def coded(hook: Any, **fields: Any) -> Any:
+    strategy = ltx.ZeroStrategy(comm_hook=hook, **fields)
+    return ltx.train_step(ltx.data_parallel(real_loss, strategy), ADAMW, donate=False)
+
+
+def moved(hook: Any, xs: Tensor) -> tuple[Params, Params]:
+    """On a rank: (its parameters, and these with what no rank has sent yet, of gradients and of parameters)."""
+
+    def linear(p: Params, x: Tensor) -> Tensor:
+        return (p["a"].flatten() * x[:6]).sum() + (p["b"] * x[6:]).sum()
+
+    step = ltx.data_parallel(linear, ltx.ZeroStrategy(comm_hook=hook))
+    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.5))
+    state = train_on.go_on(train, train.init({"a": torch.zeros(2, 3), "b": torch.zeros(5)}), xs).state
+    unsent = train.gather(state).opt_state.unsent
+    left = {name: ltx.psum(own.get("residual", torch.zeros(()))) for name, own in state.sync_state.leaves.items()}
+    whole = {name: p + unsent[name].view(p.shape) - 0.5 * left.get(name, 0) for name, p in state.params.items()}
+    return dict(state.params), whole
+
+
+@pytest.mark.full(but=3)
+@pytest.mark.parametrize("name", [name for name in LOSSY if name not in ("fp16", "bytegrad", "quantize", "qsgd")])
+@pytest.mark.parametrize("n", [2, 3])
+def test_nothing_is_lost(name: str, n: int, ranks: Ranks, seed: int) -> None:
+    """Parameters, and what ranks have kept of parts and of gradients, are the sum of all gradients, times the rate."""
+    xs = torch.randn(n, 5, 11)
+    expected = -0.5 * xs.mean(0).sum(0)
+    found = ranks(n).run(lambda: moved(LOSSY[name], xs[int(ltx.axis_index())])).replicated()
+    simulated = ltx.vmap(lambda x: moved(LOSSY[name], x))(xs)
+    for params, whole in (found, tuple({key: x[0] for key, x in each.items()} for each in simulated)):
+        got = torch.cat([whole["a"].flatten(), whole["b"]])
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+        if name != "bf16, fed back":
+            assert not torch.allclose(torch.cat([params["a"].flatten(), params["b"]]), expected, rtol=1e-2)
+
+
+@pytest.mark.full(but=2)
+@pytest.mark.parametrize("name", LOSSY)
+def test_simulated_ranks_do_what_processes_do(name: str, ranks: Ranks) -> None:
+    hook, xs = LOSSY[name], torch.randn(4, 2, 8, 6)
+
+    def on_a_rank() -> Params:
+        return train_on.go_on(coded(hook), coded(hook).init(real_params()), map(train_on.mine, xs)).state.params
+
+    expected = ranks(2).run(on_a_rank).replicated()
+    train = coded(hook)
+    state = train.init(real_params())
+    for x in xs:
+        state, _ = ltx.vmap(train, in_dims=(None if state.step == 0 else 0, 0))(state, x)
+    got = {key: x[0] for key, x in state.params.items()}
+    assert_close(got, expected, 1e-2 if name == "qsgd" else 1e-4)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_the_exact_hook_is_zero_itself(n: int, ranks: Ranks) -> None:
+    assert (
+        ltx.ZeroStrategy(comm_hook=hooks.AllReduce()) == ltx.ZeroStrategy() == ltx.ZeroStrategy(comm_hook="allreduce")
+    )
+
+    def on_a_rank(hook: Any) -> Params:
+        return train_on.go_on(coded(hook), coded(hook).init(real_params()), map(batch, range(4))).state.params
+
+    never = ranks(n).run(on_a_rank, hooks.after(100, hooks.OneBit())).replicated()
+    assert_close(never, ranks(n).run(on_a_rank, hooks.AllReduce()).replicated())
+
+
+def test_what_wasnt_sent_is_sent_when_the_hook_becomes_exact(ranks: Ranks) -> None:
+    def on_a_rank() -> tuple[float, float]:
+        train = coded(hooks.after(3, hooks.AllReduce(), first=hooks.OneBit(block=8)))
+        state = train_on.go_on(train, train.init(real_params()), map(batch, range(3))).state
+        lossy = sum(float(x.abs().sum()) for x in ltx.tree.flatten(state.opt_state.unsent)[0])
+        state, _ = train(state, batch(3))
+        wide = [x for name, x in state.opt_state.unsent.items() if name != "half"]
+        return lossy, sum(float(x.abs().sum()) for x in wide)
+
+    for lossy, exact in ranks(2).run(on_a_rank):
+        assert lossy > 1e-2
+        assert exact < 1e-5
+
+
+@pytest.mark.parametrize("name", ["bytegrad", "onebit"])
+def test_coded_training_goes_on_from_a_checkpoint_on_other_ranks(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    def save() -> Params:
+        train = coded(LOSSY[name])
+        state = train_on.go_on(train, train.init(real_params()), map(batch, range(3))).state
+        ltx.checkpoint.save(tmp_path, state)
+        return train.gather(state).opt_state.unsent
+
+    def load() -> tuple[Params, Params]:
+        train = coded(LOSSY[name])
+        state = ltx.checkpoint.load(tmp_path, train.init(real_params()), per_rank="mean").state
+        unsent = train.gather(state).opt_state.unsent
+        return unsent, train(state, batch(3))[0].params
+
+    saved = ranks(2).run(save).replicated()
+    for n in (1, 2, 3):
+        unsent, _ = ranks(n).run(load).replicated()
+        assert all(torch.equal(unsent[key], x) for key, x in saved.items())
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        hooks.PowerSGD(),
+        hooks.RandomK(),
+        hooks.Noop(),
+        hooks.chain(hooks.AllReduce(), hooks.ByteGrad()),
+        hooks.after(3, hooks.PowerSGD()),
+    ],
+    ids=repr,
+)
+def test_hooks_without_messages_are_refused(hook: Any) -> None:
+    with pytest.raises(StrategyError, match=r"ZeroStrategy.comm_hook needs messages, .* use FP16, BF16, ByteGrad"):
+        ltx.ZeroStrategy(comm_hook=hook)
+
+
+def test_what_coded_parameters_cant_do_is_refused() -> None:
+    with pytest.raises(StrategyError, match='overlap="update" needs an update of each bucket by itself'):
+        ltx.train_step(ltx.data_parallel(real_loss, ltx.ZeroStrategy(comm_hook="fp16")), ADAMW, overlap="update")
+    with pytest.raises(StrategyError, match="codes differences of real parameters, and some are complex"):
+        coded("fp16").init(params_of_all_kinds())
+    with pytest.raises(StepError, match=r"made for ZeroStrategy\(\), this one has .*adopt"):
+        coded("fp16")(coded("allreduce").init(real_params()), torch.ones(8, 6))
+    adopted = coded("fp16").adopt(coded("allreduce").gather(coded("allreduce").init(real_params())))
+    coded("fp16")(adopted, torch.ones(8, 6))
+
+
+def test_bytes_of_a_step(ranks: Ranks) -> None:
+    def on_a_rank(hook: Any) -> int:
+        step = ltx.data_parallel(lambda w, x: (w * x).sum(), ltx.ZeroStrategy(comm_hook=hook))
+        train = ltx.train_step(step, SGD)
+        state = train.init(torch.zeros(4096))
+        with ltx.profile.record() as trace:
+            train(state, torch.ones(4096) * (1 + int(ltx.axis_index())))
+        return sum(e.nbytes for e in trace.events if "bucket" in e.label or "exchange" in e.label)
+
+    sent = {
+        name: ranks(2).run(on_a_rank, hook).replicated() for name, hook in {"exact": hooks.AllReduce(), **LOSSY}.items()
+    }
+    assert sent["exact"] == 2 * 4096 * 4 // 2
+    assert sent["fp16"] == sent["exact"] // 2
+    assert sent["bytegrad"] == 2 * (4096 // 2 + 8)
+    assert sent["onebit"] == 2 * (4096 // 2 // 8 * (1 + 4))

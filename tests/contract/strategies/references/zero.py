@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from tests.contract.strategies.problem import Adam, Params, Problem, Sgd, mean_of, on_each
+from collections.abc import Callable
+
+import numpy as np
+
+from tests.contract.strategies.problem import Adam, Array, Params, Problem, Sgd, mean_of, on_each
+from tests.contract.strategies.references.bagua import eight_bits
 
 
 def _trained(problem: Problem, optimizer: Sgd | Adam, max_norm: float = float("inf")) -> list[list[Params]]:
@@ -23,3 +28,50 @@ def momentum(problem: Problem) -> list[list[Params]]:
 def clipped_adam(problem: Problem) -> list[list[Params]]:
     """Gradients are clipped to norm 0.3, which is below most of them."""
     return _trained(problem, Adam(), 0.3)
+
+
+# --- with a lossy hook ------------------------------------------------------------------------------------------------
+
+
+def _on_rows(code: Callable[[Array], Array], params: Params, ranks: int) -> Params:
+    """Row r has the r-th part of every parameter, padded with zeros, and is coded by itself."""
+    padded = {name: np.pad(x.reshape(-1), (0, -x.size % ranks)).reshape(ranks, -1) for name, x in params.items()}
+    rows = np.concatenate([padded[name] for name in sorted(padded)], 1)
+    coded, found, start = np.stack([code(row) for row in rows]), {}, 0
+    for name in sorted(padded):
+        end = start + padded[name].shape[1]
+        found[name] = coded[:, start:end].reshape(-1)[: params[name].size].reshape(params[name].shape)
+        start = end
+    return found
+
+
+def _coded(problem: Problem, optimizer: Sgd | Adam, code: Callable[[Array], Array], keep: bool) -> list[list[Params]]:
+    n, params, history = problem.ranks, problem.start, []
+    zero = on_each(np.zeros_like, params)
+    left, unsent = [zero] * n, zero
+    for step in range(problem.steps):
+        shares = [
+            on_each(lambda g, e: g / n + e, g, e) for g, e in zip(problem.grads([params] * n, step), left, strict=True)
+        ]
+        sent = [_on_rows(code, share, n) for share in shares]
+        if keep:
+            left = [on_each(np.subtract, share, part) for share, part in zip(shares, sent, strict=True)]
+        wanted = on_each(np.add, optimizer.step(params, on_each(lambda *parts: sum(parts), *sent)), unsent)
+        changes = _on_rows(code, on_each(np.subtract, wanted, params), n)
+        params = on_each(np.add, params, changes)
+        unsent = on_each(np.subtract, wanted, params)
+        history.append([params] * n)
+    return history
+
+
+def eight_bit_parts(problem: Problem) -> list[list[Params]]:
+    return _coded(problem, Sgd(), eight_bits, keep=False)
+
+
+def _greatest_half(x: Array) -> Array:
+    least = np.sort(np.abs(x))[-max(1, round(0.5 * x.size))]
+    return np.where(np.abs(x) >= least, x, 0.0)
+
+
+def greatest_half_of_parts(problem: Problem) -> list[list[Params]]:
+    return _coded(problem, Sgd(), _greatest_half, keep=True)
