@@ -24,8 +24,8 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    ".": Size(2234, 11),
-    "all": Size(39955, 171),
+    ".": Size(2204, 11),
+    "all": Size(39682, 170),
     "checkpoint": Size(1462, 7),
     "core": Size(1, 1),
     "core/base": Size(2354, 14),
@@ -36,12 +36,12 @@ BUDGET = {
     "core/ranks": Size(1051, 5),
     "core/training": Size(4023, 16),
     "core/transforms": Size(3621, 13),
-    "core/world": Size(1528, 7),
+    "core/world": Size(1519, 7),
     "hooks": Size(2650, 13),
     "optim": Size(996, 5),
     "peers": Size(1590, 7),
     "profile": Size(495, 3),
-    "runtime": Size(3174, 11),
+    "runtime": Size(2940, 10),
     "shared_memory": Size(565, 3),
     "strategies": Size(2781, 12),
 }

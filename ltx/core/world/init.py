@@ -71,7 +71,7 @@ def init(
     the program connects them. Without a launcher the same program runs as a single process, rank 0 of 1.
 
     Launchers are torchrun, srun of SLURM, mpirun of Open MPI, MPICH, Intel MPI and MVAPICH2, and :class:`ltx.Pool`;
-    ``ltx doctor`` tells which one was found. Without a launcher there is a world of one, without a process group. An
+    ``World.launcher`` says which one was found. Without a launcher there is a world of one, without a process group. An
     existing process group of torch.distributed is adopted, and kept at the end. Call it on every rank, equally often.
 
     As a context manager it takes everything down at the end of the block, also after an exception. As a plain call it

@@ -132,20 +132,11 @@ _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 def is_slurm_task(environ: Mapping[str, str]) -> bool:
     """Whether srun started this process as a task. A terminal (``srun --pty`` with one task) doesn't count."""
-    return "SLURM_STEP_ID" in environ and why_no_slurm_task(environ) is None
-
-
-def why_no_slurm_task(environ: Mapping[str, str]) -> str | None:
-    """Why a process with SLURM's variables isn't a task of srun; None if it is one, or has no such variables."""
     step = environ.get("SLURM_STEP_ID")
-    if step is None:
-        no_step = "SLURM_JOB_ID is set, but not SLURM_STEP_ID: in an allocation, and not started by srun"
-        return no_step if "SLURM_JOB_ID" in environ else None
-    if "SLURM_PTY_PORT" in environ and environ.get("SLURM_STEP_NUM_TASKS") == "1":
-        return f"SLURM_STEP_ID={step!r} and SLURM_PTY_PORT is set: a terminal of srun --pty or salloc"
-    if step in _RESERVED_NAMES or (step.isdecimal() and len(step) <= 10 and int(step) >= _FIRST_RESERVED_STEP):
-        return f"SLURM_STEP_ID={step!r} is that of a job script, or of the shell of salloc"
-    return None
+    if step is None or ("SLURM_PTY_PORT" in environ and environ.get("SLURM_STEP_NUM_TASKS") == "1"):
+        return False
+    reserved = step.isdecimal() and len(step) <= 10 and int(step) >= _FIRST_RESERVED_STEP
+    return not reserved and step not in _RESERVED_NAMES
 
 
 def slurm_placement(variables: Variables) -> Placement:

@@ -48,7 +48,7 @@ def here(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
     return folder
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["doctor", "--help"], ["run", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"]])
 def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         ltx.cli.main(arguments)
@@ -82,7 +82,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "--max-rest", "1", "script.py"], "unrecognized arguments: --max-rest"),
         (["run", "bad.py"], "bad.py isn't Python: invalid syntax (bad.py, line 2)"),
         (["run", "--standalone", "--nnodes", "2", "script.py"], "--standalone is of one machine, and --nnodes=2 of"),
-        (["doctor", "--timeout", "0"], "argument --timeout: expected an integer of at least 1, got 0"),
     ],
 )
 def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], here: Path) -> None:
