@@ -2,7 +2,7 @@
 
     ltx run -n 2 examples/resnet_digits.py
 
-Buffers are an argument and a result of the step. The average is in the optimizer's state.
+Buffers are an argument and a result of the step. The average is torch's, of equal parameters on all ranks.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import argparse
 import torch
 from plain.resnet_digits import DECAY, batch, digits, resnet
 from torch.nn.functional import cross_entropy
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import ltx
 
@@ -24,15 +25,18 @@ def main(steps=60):
         return cross_entropy(logits, y), buffers
 
     sgd = ltx.optim.from_torch(torch.optim.SGD, lr=0.05, momentum=0.9)
-    train = ltx.train_step(ltx.data_parallel(loss_fn), ltx.optim.ema(sgd, DECAY))
+    train = ltx.train_step(ltx.data_parallel(loss_fn), sgd)
+    move = get_ema_multi_avg_fn(DECAY)
     losses = []
     with ltx.init() as world:
         model.to(world.device)
         state = train.init(model, dict(model.named_buffers()))
+        average = {name: p.clone() for name, p in state.params.items()}
         for step in range(steps):
             state, metrics = train(state, *ltx.to_device(ltx.shard(batch(images, labels, step))))
+            move([*average.values()], [state.params[name] for name in average], None)
             losses.append(metrics.loss.item())
-        ltx.to_module(model, ltx.optim.averaged(state.opt_state)).eval()
+        ltx.to_module(model, average).eval()
         with torch.no_grad():  # each rank evaluates its part; parts are unequal
             mine = slice(world.rank, None, world.size)
             x, y = ltx.to_device((test_images[mine], test_labels[mine]))

@@ -25,7 +25,7 @@ class Size(NamedTuple):
 
 BUDGET = {
     ".": Size(2204, 11),
-    "all": Size(39682, 170),
+    "all": Size(39489, 169),
     "checkpoint": Size(1462, 7),
     "core": Size(1, 1),
     "core/base": Size(2354, 14),
@@ -38,7 +38,7 @@ BUDGET = {
     "core/transforms": Size(3621, 13),
     "core/world": Size(1519, 7),
     "hooks": Size(2650, 13),
-    "optim": Size(996, 5),
+    "optim": Size(803, 4),
     "peers": Size(1590, 7),
     "profile": Size(495, 3),
     "runtime": Size(2940, 10),

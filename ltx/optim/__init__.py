@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 from ltx.extend import arguments, optimizers
 
 if TYPE_CHECKING:
-    from ltx.optim.averages import EmaState, averaged, ema
     from ltx.optim.by_path import from_torch, masked, partition
     from ltx.optim.quantized_adam import qadam
     from ltx.optim.schedules import adjust, adjustable, from_scheduler, linear, warmup_cosine
@@ -25,17 +24,14 @@ measure_global_norm = optimizers.measure_global_norm
 
 __all__ = [
     "ClipState",
-    "EmaState",
     "Optimizer",
     "TorchState",
     "adjust",
     "adjustable",
     "apply_updates",
-    "averaged",
     "chain",
     "clip_by_global_norm",
     "clip_by_value",
-    "ema",
     "from_functions",
     "from_scheduler",
     "from_torch",
@@ -51,7 +47,6 @@ __all__ = [
 
 # Most programs need few of these, and making their dataclasses takes time: each module is imported at first use.
 _LATER = {
-    **dict.fromkeys(("EmaState", "averaged", "ema"), "averages"),
     **dict.fromkeys(("from_torch", "masked", "partition"), "by_path"),
     "qadam": "quantized_adam",
 }

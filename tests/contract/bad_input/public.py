@@ -436,9 +436,6 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         "ltx.optim.clip_by_value": [Call(optim.clip_by_value, (1.0,), {}, _optimized)],
         "ltx.optim.partition": [Call(optim.partition, ({"0": adam}, {"*": "0"}), {}, _optimized)],
         "ltx.optim.masked": [Call(optim.masked, (optim.clip_by_value(1.0), "*"), {}, _optimized)],
-        "ltx.optim.ema": [Call(optim.ema, (adam, 0.9), {}, _optimized)],
-        "ltx.optim.EmaState": [],
-        "ltx.optim.averaged": [Call(optim.averaged, (optim.ema(adam, 0.9).init(params()),))],
         "ltx.optim.linear": [Call(optim.linear, (0.1, 0.0, 3), {}, _scheduled)],
         "ltx.optim.warmup_cosine": [Call(optim.warmup_cosine, (0.1, 1, 3, 0.0), {}, _scheduled)],
         "ltx.optim.from_scheduler": [

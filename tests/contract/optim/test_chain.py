@@ -20,7 +20,6 @@ from ltx.optim import (
     chain,
     clip_by_global_norm,
     clip_by_value,
-    ema,
     from_functions,
     from_torch,
     grad_norm,
@@ -154,7 +153,7 @@ LEAFWISE = {
         clip_by_value(0.05),
         partition({"0": chain(clip_by_value(0.03), from_torch(SGD, lr=0.1)), "1": adamw}, {"*bias": "0", "*": "1"}),
     ),
-    "averaged": ema(chain(masked(clip_by_value(0.03), "0.*"), adamw), 0.9),
+    "masked by a pattern": chain(masked(clip_by_value(0.03), "0.*"), adamw),
 }
 NET = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
 

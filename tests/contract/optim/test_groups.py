@@ -19,7 +19,7 @@ from torch.optim import ASGD, SGD, AdamW, Rprop
 import ltx
 from ltx.errors import OptimError
 from ltx.extend import optimizers
-from ltx.optim import adjust, adjustable, chain, clip_by_global_norm, ema, from_torch, linear, partition
+from ltx.optim import adjust, adjustable, chain, clip_by_global_norm, from_torch, linear, partition
 from tests.contract.optim.cases import same_bits
 from tests.contract.optim.test_opaque import Lion
 from tests.contract.optim.test_partition import NET, loss_fn, problem
@@ -193,7 +193,6 @@ LRS: dict[str, tuple[Any, Any]] = {
     "kept": (from_torch(SGD, lr=adjustable(0.5)), lambda n: 0.5),
     "another author's": (from_torch(Lion, lr=RATE), RATE),
     "in a chain": (chain(clip_by_global_norm(1.0), plain), RATE),
-    "averaged": (ema(chain(clip_by_global_norm(1.0), plain), 0.5), RATE),
     "groups": (from_torch(SGD, {"*bias": {"lr": 0.25}}, lr=RATE), lambda n: {"*bias": 0.25, "*": RATE(n)}),
     "functions": (ltx.optim.from_functions(lambda p: (), lambda g, s, p: (g, s)), lambda n: None),
 }

@@ -12,8 +12,8 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 
 import ltx
-from ltx.errors import OptimError, RankMismatchError
-from ltx.optim import averaged, chain, clip_by_global_norm, ema, from_scheduler, from_torch, linear, partition
+from ltx.errors import RankMismatchError
+from ltx.optim import chain, clip_by_global_norm, from_scheduler, from_torch, linear, partition
 from tests.contract.optim.test_chain import LEAFWISE
 from tests.contract.optim.test_opaque import Lion
 from tests.contract.optim.test_partition import BIASES, grouped, loss_fn, problem
@@ -35,16 +35,13 @@ OPAQUE = {
     "another author's beside AdamW": partition({"others": from_torch(Lion), "biases": adamw}, BIASES),
 }
 #: Those that need all gradients at once.
-TOGETHER = {"averaged, clipped by the norm": ema(chain(clip_by_global_norm(1.0), adamw), 0.8), **OPAQUE}
+TOGETHER = {"clipped by the norm": chain(clip_by_global_norm(1.0), adamw), **OPAQUE}
 OPTIMIZERS: dict[str, ltx.optim.Optimizer] = {
     **LEAFWISE,
     "groups": grouped,
-    "averages of groups": partition({"biases": ema(sgd, 0.5), "others": adamw}, BIASES),
-    "an average of groups": ema(grouped, 0.5),
     "groups of groups": partition(
         {"biases": partition({"all": sgd}, {"*": "all"}), "others": partition({"all": adamw}, {"*": "all"})}, BIASES
     ),
-    "an average": ema(adamw, 0.8),
     "linear": from_torch(SGD, lr=linear(0.5, 0.1, 3)),
     "warm-up, cosine": from_torch(SGD, lr=ltx.optim.warmup_cosine(0.5, 2, 4)),
     "torch's scheduler": from_torch(AdamW, lr=from_scheduler(partial(StepLR, step_size=2), 0.1)),
@@ -67,25 +64,17 @@ def exact() -> tuple[Params, Tensor, Tensor]:
     return {name: p.double() for name, p in params.items()}, x.double(), y
 
 
-def seen(params: Any, state: Any) -> tuple[Params, Any]:
-    """Parameters, and averages of them where the optimizer keeps some for all."""
-    try:
-        return dict(params), dict(averaged(state))
-    except OptimError:
-        return dict(params), None
-
-
 def by_hand(name: str, params: Params, x: Tensor, y: Tensor) -> Any:
     state = OPTIMIZERS[name].init(params)
     for _ in range(STEPS):
         params, state = OPTIMIZERS[name].apply(torch.func.grad(loss_fn)(params, x, y), state, params)
-    return seen(params, state)
+    return dict(params)
 
 
 def trained(name: str, strategy: str, overlap: Any, params: Params, *batch: Tensor) -> Any:
     train = ltx.train_step(ltx.data_parallel(loss_fn, STRATEGIES[strategy]), OPTIMIZERS[name], overlap=overlap)
     state, _ = go_on(train, train.init(params), [batch] * STEPS)
-    return seen(state.params, state.opt_state)
+    return dict(state.params)
 
 
 def both(name: str, strategy: str, overlap: Any, params: Params, x: Tensor, y: Tensor) -> tuple[Any, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import grad, jvp
 
 import ltx
-from ltx.optim import averaged, ema, from_torch
+from ltx.optim import from_torch
 from tests.kinds import Ranks
 from tests.train_on import trained
 
@@ -138,19 +138,6 @@ def passes(op: Any, count: int, **fields: Any) -> Tensor:
 def test_horovods_passes(op: str, fields: Any, ranks: Ranks) -> None:
     for found in (passes(op, 64, **fields), *ranks(2).run(passes, op, 64, **fields)):
         assert found.equal(torch.full((2,), 256.0 + 63).bfloat16())
-
-
-def averages(donate: bool) -> Tensor:
-    """The average of parameters that move from 1 to 2 in the first step, and stay there."""
-    start, batches = torch.ones(2, dtype=torch.bfloat16), [torch.full((2,), x).bfloat16() for x in [-1.0] + [0.0] * 49]
-    after = trained(lambda w, x: (w * x).sum(), ema(sgd, 0.999), start, batches, donate=donate)
-    return averaged(after.state.opt_state)
-
-
-@pytest.mark.parametrize("donate", [True, False])
-def test_moving_averages(donate: bool, ranks: Ranks) -> None:
-    for found in (averages(donate), *ranks(2).run(averages, donate)):
-        torch.testing.assert_close(found, torch.full((2,), 2 - 0.999**50))
 
 
 def many_tokens(strategy: ltx.Strategy | None, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import ltx
 from ltx.errors import StepError
-from ltx.optim import adjustable, chain, clip_by_global_norm, ema, from_torch
+from ltx.optim import adjustable, chain, clip_by_global_norm, from_torch
 from tests.kinds import Params, Ranks
 from tests.train_on import go_on, refuses, said
 
@@ -148,7 +148,6 @@ PAIRS = {
     "sgd, with momentum": (SGD, from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)),
     "adjustable, a number": (from_torch(torch.optim.SGD, lr=adjustable(0.1)), SGD),
     "adam, amsgrad": (ADAM, from_torch(torch.optim.Adam, lr=0.1, amsgrad=True)),
-    "sgd, ema": (SGD, ema(SGD, 0.9)),
     "clipped, plain": (chain(clip_by_global_norm(1.0), ADAM), ADAM),
 }
 

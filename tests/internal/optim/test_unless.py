@@ -21,7 +21,6 @@ from ltx.optim import (
     chain,
     clip_by_global_norm,
     clip_by_value,
-    ema,
     from_torch,
     identity,
     masked,
@@ -75,27 +74,22 @@ MADE: dict[str, Optimizer] = {
     "groups, one of functions": partition({"biases": functions, "others": adamw}, LABELS),
     "masked": chain(masked(clip_by_value(0.5), "*bias"), partition({"0": identity()}, {"*": "0"}), adamw),
     "masked, with a state": chain(masked(Heavy(), "*bias"), adamw),
-    "average": ema(adamw, 0.9),
-    "average of functions": ema(functions, 0.9),
-    "average of a chain of groups": ema(chain(clip_by_global_norm(1.0), grouped), 0.9),
-    "averages in groups": partition(
-        {"biases": ema(sgd, 0.5), "others": chain(Heavy(), clip_by_global_norm(1.0), ema(adamw, 0.9))}, LABELS
-    ),
-    "averages in groups, leaf by leaf": partition(
-        {"biases": ema(sgd, 0.5), "others": chain(Heavy(), clip_by_value(0.5), ema(adamw, 0.9))}, LABELS
+    "a chain of groups": chain(clip_by_global_norm(1.0), grouped),
+    "chains in groups": partition({"biases": sgd, "others": chain(Heavy(), clip_by_global_norm(1.0), adamw)}, LABELS),
+    "chains in groups, leaf by leaf": partition(
+        {"biases": sgd, "others": chain(Heavy(), clip_by_value(0.5), adamw)}, LABELS
     ),
 }
 LEAFWISE = [name for name, made in MADE.items() if made.leafwise]
 #: What isn't told: the update is done beside the state. Of some a part is told, which is done in the state.
-PARTLY_TOLD = {"average", "groups", "nested"}
+PARTLY_TOLD = {"groups", "nested"}
 UNTOLD: dict[str, Optimizer] = {
     "not fused": from_torch(AdamW, lr=0.1, foreach=True),
     "dampened": from_torch(SGD, momentum=0.9, dampening=0.5),
     "opaque": from_torch(Anchored, lr=0.1),
     "chain": chain(clip_by_global_norm(1.0), from_torch(Anchored, lr=0.1)),
-    "average": ema(from_torch(Anchored, lr=0.1), 0.9),
-    "groups": partition({"biases": from_torch(Anchored, lr=0.1), "others": ema(adamw, 0.5)}, LABELS),
-    "nested": ema(chain(measure_global_norm(), partition({"0": from_torch(Adam, fused=False)}, {"*": "0"})), 0.9),
+    "groups": partition({"biases": from_torch(Anchored, lr=0.1), "others": adamw}, LABELS),
+    "nested": chain(measure_global_norm(), partition({"0": from_torch(Adam, fused=False)}, {"*": "0"})),
 }
 
 
@@ -165,4 +159,4 @@ def test_it_offers_what_the_optimizer_does() -> None:
     conditional = unless(chain(Heavy(), functions), torch.tensor(True), [torch.zeros(1)])
     assert (conditional.elementwise, conditional.leafwise, conditional.moves_params) == (False, False, None)
     with pytest.raises(OptimError, match="must come last"):
-        chain(ema(functions, 0.5), conditional)
+        chain(sgd, conditional)
