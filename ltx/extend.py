@@ -60,7 +60,7 @@ Modules. The names listed here are stable.
 * :mod:`noise`: ``key_of``, ``uniform``, ``normal``: random numbers that are a function of seed, step, place and rank.
 * :mod:`optimizers`: ``LeafTransform``, ``LeafPart``, ``apply_leaves``, ``leaves_like`` for updates leaf by leaf;
   ``TorchOptimizer``, ``identity``, ``unless``, ``donated``, ``apply_updates``; ``TorchState``, ``Hyperparameter`` and
-  ``Kept``, ``check_state``, ``all_of``, ``at_nodes`` for states; ``at_trace_time``; ``members_of``, ``with_members``
+  ``Kept``, ``check_state``, ``at_nodes`` for states; ``at_trace_time``; ``members_of``, ``with_members``
   for chains; ``times_lr``, an optimizer with a multiple of its rate; ``advanced``, a state with another count of steps;
   ``ClipByGlobalNorm``, of which a strategy replaces ``norm`` if ranks have parts of the gradients.
 * :mod:`collectives`: ``Rule``, which defines a collective: what is sent, the result, and the derivative; ``collective``

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from ltx.checkpoint import directory, storage
 from ltx.checkpoint.loading import open_checkpoint
 from ltx.core.base import private, tree
-from ltx.core.base.arguments import brief, checked, is_whole
+from ltx.core.base.arguments import brief, checked
 from ltx.core.base.handed_in import HandedIn
 from ltx.core.comm import HOST_BLOCKING, AxisComm, Channel, Signature, Work, communicators
 from ltx.core.comm.operations import OPERATIONS
@@ -42,7 +42,7 @@ from ltx.errors import CheckpointError, InputError, RankMismatchError, ReplicaDi
 @contextmanager
 @checked("path", "batches", "max_bytes")
 def record_messages(
-    path: str | os.PathLike[str], *, steps: Collection[int], batches: bool = True, max_bytes: int = 4 << 30
+    path: str | os.PathLike[str], *, steps: range, batches: bool = True, max_bytes: int = 4 << 30
 ) -> Iterator[None]:
     """Record what this rank receives in some training steps, so that :func:`replay` can run it alone.
 
@@ -64,26 +64,20 @@ def record_messages(
     A block that records nothing warns, and writes nothing. Compiled graphs of whole steps aren't seen.
 
     Example:
-        >>> import tempfile, torch, ltx
+        >>> import os, tempfile, torch, ltx
         >>> sgd = ltx.optim.from_torch(torch.optim.SGD, lr=0.5)
         >>> train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), sgd)
         >>> state, run = train.init(torch.ones(2)), tempfile.mkdtemp()
         >>> with ltx.record_messages(run, steps=range(1, 3)):
         ...     for i in range(4):
         ...         state, metrics = train(state, torch.tensor([1.0, i]))
-        >>> with ltx.replay(run, rank=0) as replayed:
-        ...     state = replayed.load(train.init(torch.ones(2)))
-        ...     state.step, [x.tolist() for (x,) in replayed.batches]
-        (1, [[1.0, 1.0], [1.0, 2.0]])
+        >>> sorted(os.listdir(run)), os.listdir(f"{run}/rank_0")
+        (['rank_0'], ['step_00000001'])
     """
     if HandedIn.messages is not None:
         raise WorldError("record_messages: this process records or replays messages already. End that block first.")
     if not isinstance(steps, range):
-        if not isinstance(steps, list | tuple | set | frozenset) or not all(map(is_whole, steps)):
-            raise InputError(
-                f"record_messages: steps are the numbers of steps, such as range(3, 8), got {brief(steps)}."
-            )
-        steps = frozenset(steps)
+        raise InputError(f"record_messages: steps are a range of steps' numbers, as range(3, 8), got {brief(steps)}.")
     HandedIn.messages = recorder = _Recorder(Path(os.path.abspath(path)), steps, batches, max_bytes)
     try:
         yield
@@ -95,7 +89,7 @@ def record_messages(
 class _Recorder:
     """Hears of channels and steps while messages are recorded."""
 
-    def __init__(self, path: Path, steps: Collection[int], batches: bool, max_bytes: int):
+    def __init__(self, path: Path, steps: range, batches: bool, max_bytes: int):
         self._path, self._wanted, self._batches, self._max_bytes = path, steps, batches, max_bytes
         self._record: dict[str, Any] = {}
         self._nbytes, self._ended = 0, False
@@ -142,14 +136,13 @@ class _Recorder:
             _warn(f"another axis {axis.name!r} is opened, as in a new world. The record ends here")
             return self.end()
         if channel.name == "user":
-            of_axis = {"channels": {}, "values": {}, "agreed": {}, "compared": axis.compared.has_any}
-            of_axis |= {"begun": axis.peers.store_exchange.begun, "world": axis.peers.world}
+            of_axis = _new_axis(axis.compared.has_any, axis.peers.store_exchange.begun, axis.peers.world)
             self._record["axes"][_key(axis)] = of_axis
             self._axes.append((axis, of_axis))
             self._tap(axis.peers, "exchange_values", partial(self._exchange, of_axis["values"]))
             self._tap(axis.peers.store_exchange, "exchange", partial(self._exchange, of_axis["values"]))
-        start = [channel.issued, channel.begun, channel.compared, channel.digest]
-        kept: dict[str, Any] = {"start": start, "carried": channel.transport is not None, "messages": []}
+        start = channel.issued, channel.begun, channel.compared, channel.digest
+        kept = _new_channel(start, channel.transport is not None)
         self._record["axes"][_key(axis)]["channels"][channel.name] = kept
         self._tap(channel, "issue", partial(self._issue, kept["messages"]))
 
@@ -198,20 +191,25 @@ class _Recorder:
         temporary = directory.hidden(final.parent, final.name)
         try:
             temporary.mkdir(parents=True)
-            written = storage.write(temporary, rank, storage.encode(record, "record"))
-            storage.write_metadata(temporary, [written])
-            files = directory.describe(temporary, [f"__{rank}_0.distcp", storage.METADATA])
+            storage.write_metadata(temporary, [storage.write(temporary, rank, storage.encode(record, "record"))])
+            files = directory.describe(temporary, os.listdir(temporary))
             directory.commit(temporary, final, {"format": directory.FORMAT, "files": files, "ranks": 1})
-        except BaseException as error:
+        except (OSError, ValueError) as error:  # a full disk; not a name
             if temporary.exists():
                 directory.remove(temporary)
-            if isinstance(error, OSError | ValueError):  # a full disk; not a name
-                raise CheckpointError(f"record_messages: rank {rank}: {final} can't be written: {error}") from error
-            raise
+            raise CheckpointError(f"record_messages: rank {rank}: {final} can't be written: {error}") from error
 
 
 def _warn(text: str) -> None:
     warnings.warn(f"record_messages: rank {world().rank}: {text}.", RuntimeWarning, stacklevel=4)
+
+
+def _new_axis(compared: bool = False, begun: int = 0, world: str = "") -> dict[str, Any]:
+    return {"channels": {}, "values": {}, "agreed": {}, "compared": compared, "begun": begun, "world": world}
+
+
+def _new_channel(start: tuple[int, ...] = (0, 0, 0, 0), carried: bool = False) -> dict[str, Any]:
+    return {"start": start, "carried": carried, "messages": []}
 
 
 def _key(axis: AxisComm) -> str:
@@ -309,10 +307,8 @@ class Replayed:
 
     def _of(self, axis: AxisComm, channel: Channel) -> tuple[dict[str, Any], dict[str, Any]]:
         """What is recorded of an axis, and of a channel."""
-        of_axis = self._record["axes"].get(
-            _key(axis), {"channels": {}, "values": {}, "agreed": {}, "begun": 0, "compared": False, "world": ""}
-        )
-        return of_axis, of_axis["channels"].get(channel.name, {"start": [0] * 4, "carried": False, "messages": []})
+        of_axis = self._record["axes"].get(_key(axis), _new_axis())
+        return of_axis, of_axis["channels"].get(channel.name, _new_channel())
 
     def _issue(
         self, axis: AxisComm, channel: Channel, operation: str, buffer: torch.Tensor, *call: Any, **named: Any

@@ -8,7 +8,7 @@ from ltx.extend import arguments, optimizers
 if TYPE_CHECKING:
     from ltx.optim.by_path import from_torch, masked, partition
     from ltx.optim.quantized_adam import qadam
-    from ltx.optim.schedules import adjust, adjustable, from_scheduler, linear, warmup_cosine
+    from ltx.optim.schedules import adjust, adjustable, from_scheduler, warmup_cosine
 
 ClipState = optimizers.ClipState
 Optimizer = optimizers.Optimizer
@@ -37,7 +37,6 @@ __all__ = [
     "from_torch",
     "grad_norm",
     "identity",
-    "linear",
     "masked",
     "measure_global_norm",
     "partition",

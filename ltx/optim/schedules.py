@@ -18,32 +18,6 @@ from ltx.typing import Tree
 
 
 @dataclass(frozen=True)
-class Linear:
-    """Made by :func:`linear`."""
-
-    start: float
-    end: float
-    steps: int
-
-    def __post_init__(self) -> None:
-        arguments.check_fields(self, OptimError, "start", "end")
-        arguments.whole("linear: steps", self.steps, 1, OptimError)
-
-    def __call__(self, step: int) -> float:
-        return self.start + (self.end - self.start) * min(step / self.steps, 1.0)
-
-
-def linear(start: float, end: float, steps: int) -> Callable[[int], float]:
-    """Linear from `start` to `end` in `steps` steps, then constant, as optax's ``linear_schedule``.
-
-    >>> schedule = linear(1.0, 0.0, 4)
-    >>> [schedule(step) for step in range(6)]
-    [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
-    """
-    return Linear(start, end, steps)
-
-
-@dataclass(frozen=True)
 class WarmupCosine:
     """Made by :func:`warmup_cosine`."""
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ltx.core.base.arguments import brief, checked
 from ltx.core.base.callers import caller
 from ltx.core.base.errors import CollectiveTimeoutError, LtxError, RankMismatchError, UnsupportedError
+from ltx.core.base.handed_in import HandedIn
 from ltx.core.comm.axis_comm import AxisComm
 from ltx.core.comm.peers import under_way
 from ltx.core.comm.signature import Agreement, Post, Signature, list_calls, mismatch
@@ -114,7 +115,8 @@ class Checks:
 
 def _peers_of(axis_comm: AxisComm) -> Negotiation:
     if not isinstance(axis_comm.peers, Negotiation):
-        raise UnsupportedError(f"debug_checks: axis {axis_comm.name!r} knows nothing of its ranks.")
+        replayed = " In ltx.replay each call is compared with the record anyway." * (HandedIn.messages is not None)
+        raise UnsupportedError(f"debug_checks: axis {axis_comm.name!r} knows nothing of its ranks.{replayed}")
     return axis_comm.peers
 
 

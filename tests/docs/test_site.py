@@ -135,14 +135,6 @@ def test_every_environment_variable_of_ltx_is_listed() -> None:
     assert read == set(re.findall(r"^\| `(LTX_\w+)`", page, re.MULTILINE))
 
 
-def test_every_command_is_listed() -> None:
-    from ltx.cli import _parser
-
-    shown = re.findall(r"^    (\w+) ", _parser().format_help(), re.MULTILINE)
-    page = (DOCS / "reference" / "cli.md").read_text(encoding="utf-8")
-    assert set(shown) == set(re.findall(r"^\| `ltx (\w+)", page, re.MULTILINE))
-
-
 def test_a_change_is_told_once() -> None:
     """A merge easily brings back under "Unreleased" what an older version has."""
     pages = [page.read_text("utf-8") for page in (ROOT / "CHANGELOG.md", *(DOCS / "changes").glob("*.md"))]

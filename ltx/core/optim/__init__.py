@@ -4,7 +4,6 @@ from ltx.core.base.traced import at_trace_time as at_trace_time
 from ltx.core.optim.base import Optimizer as Optimizer
 from ltx.core.optim.base import TorchState as TorchState
 from ltx.core.optim.base import advanced as advanced
-from ltx.core.optim.base import all_of as all_of
 from ltx.core.optim.base import apply_leaves as apply_leaves
 from ltx.core.optim.base import apply_updates as apply_updates
 from ltx.core.optim.base import at_nodes as at_nodes

@@ -132,7 +132,7 @@ def calls(folder: Path) -> dict[str, list[Call]]:
     dp = ltx.data_parallel(loss)
     checkpoint.save(folder, state, data={"seen": 1})
     record = folder / "record"
-    _recorded(ltx.record_messages(record, steps=[0]))
+    _recorded(ltx.record_messages(record, steps=range(1)))
     exact = hooks.AllReduce()
     lossy = hooks.TopK(0.5)
     adam = optim.from_torch(torch.optim.AdamW, lr=0.1)
@@ -376,7 +376,7 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         # --- the wire
         "ltx.debug_checks": [Call(ltx.debug_checks, (), {"same_lines": True}, _entered)],
         "ltx.record_messages": [
-            Call(ltx.record_messages, (folder,), {"steps": [0], "batches": True, "max_bytes": 1 << 20}, _recorded)
+            Call(ltx.record_messages, (folder,), {"steps": range(1), "batches": True, "max_bytes": 1 << 20}, _recorded)
         ],
         "ltx.replay": [Call(ltx.replay, (record, 0), {"step": None, "check_sent": True}, _entered)],
         "ltx.Replayed": [],
@@ -436,7 +436,6 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         "ltx.optim.clip_by_value": [Call(optim.clip_by_value, (1.0,), {}, _optimized)],
         "ltx.optim.partition": [Call(optim.partition, ({"0": adam}, {"*": "0"}), {}, _optimized)],
         "ltx.optim.masked": [Call(optim.masked, (optim.clip_by_value(1.0), "*"), {}, _optimized)],
-        "ltx.optim.linear": [Call(optim.linear, (0.1, 0.0, 3), {}, _scheduled)],
         "ltx.optim.warmup_cosine": [Call(optim.warmup_cosine, (0.1, 1, 3, 0.0), {}, _scheduled)],
         "ltx.optim.from_scheduler": [
             Call(optim.from_scheduler, (partial(torch.optim.lr_scheduler.StepLR, step_size=1), 0.1), {}, _scheduled)

@@ -19,7 +19,7 @@ from torch.optim import ASGD, SGD, AdamW, Rprop
 import ltx
 from ltx.errors import OptimError
 from ltx.extend import optimizers
-from ltx.optim import adjust, adjustable, chain, clip_by_global_norm, from_torch, linear, partition
+from ltx.optim import adjust, adjustable, chain, clip_by_global_norm, from_torch, partition, warmup_cosine
 from tests.contract.optim.cases import same_bits
 from tests.contract.optim.test_opaque import Lion
 from tests.contract.optim.test_partition import NET, loss_fn, problem
@@ -27,8 +27,8 @@ from tests.kinds import Params, Ranks
 from tests.train_on import go_on, trained
 
 STEPS, NAMES = 5, [name for name, _ in NET.named_parameters()]
-RATE = linear(0.1, 0.02, 4)
-DECAYED = {"*bias": {"weight_decay": 0.0}, "3.*": {"lr": linear(0.01, 0.05, 4), "start_step": 2}, "*": {}}
+RATE = warmup_cosine(0.1, 1, 4, 0.02)
+DECAYED = {"*bias": {"weight_decay": 0.0}, "3.*": {"lr": warmup_cosine(0.05, 3, 4, 0.01), "start_step": 2}, "*": {}}
 LATE = {"3.weight": {"start_step": 2}, "*": {}}
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, dict[str, Any]]]] = {
     "AdamW": (AdamW, {"weight_decay": 0.1, "fused": True}, DECAYED),

@@ -39,7 +39,7 @@ ROWS = {
     "betas and decay": Row(
         AdamW, {"lr": 0.1}, {"betas": lambda n: (0.5 + n / 20, 0.99), "weight_decay": lambda n: 0.3 / (1 + n)}
     ),
-    "momentum from 0": Row(SGD, {"lr": 0.1}, {"momentum": ltx.optim.linear(0.0, 0.9, 3)}),
+    "momentum from 0": Row(SGD, {"lr": 0.1}, {"momentum": lambda step: 0.3 * min(step, 3)}),
     "momentum to 0": Row(SGD, {"lr": 0.1, "nesterov": True}, {"momentum": lambda n: 0.9 if n < 2 else 0.8}),
     "single tensors": Row(Adam, {"foreach": False, "fused": False}, {"eps": lambda n: 10.0**-n, "lr": lambda n: 0.1}),
     "alpha": Row(RMSprop, {"momentum": 0.5}, {"alpha": lambda n: 0.9 + n / 100, "lr": lambda n: 0.01 * (1 + n)}),

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import ltx
 from ltx.errors import RankMismatchError
-from ltx.optim import chain, clip_by_global_norm, from_scheduler, from_torch, linear, partition
+from ltx.optim import chain, clip_by_global_norm, from_scheduler, from_torch, partition
 from tests.contract.optim.test_chain import LEAFWISE
 from tests.contract.optim.test_opaque import Lion
 from tests.contract.optim.test_partition import BIASES, grouped, loss_fn, problem
@@ -42,7 +42,6 @@ OPTIMIZERS: dict[str, ltx.optim.Optimizer] = {
     "groups of groups": partition(
         {"biases": partition({"all": sgd}, {"*": "all"}), "others": partition({"all": adamw}, {"*": "all"})}, BIASES
     ),
-    "linear": from_torch(SGD, lr=linear(0.5, 0.1, 3)),
     "warm-up, cosine": from_torch(SGD, lr=ltx.optim.warmup_cosine(0.5, 2, 4)),
     "torch's scheduler": from_torch(AdamW, lr=from_scheduler(partial(StepLR, step_size=2), 0.1)),
     **TOGETHER,

@@ -23,6 +23,7 @@ from ltx.errors import (
     NotFiniteError,
     RankMismatchError,
     ReplicaDivergedError,
+    UnsupportedError,
     WorldError,
 )
 from tests.kinds import Params, Ranks
@@ -229,6 +230,29 @@ def test_where_a_nan_comes_from(ranks: Ranks, tmp_path: Path) -> None:
     assert str(raised.value) == texts[2]
     assert (state.step, replayed.steps) == (4, [2, 3, 4])
     assert (~x.isfinite()).nonzero().tolist() == [[3, 5]]
+
+
+def test_nobody_to_compare_calls_with(recorded: Path) -> None:
+    text = r"knows nothing of its ranks\. In ltx\.replay each call is compared with the record anyway"
+    with ltx.replay(recorded, rank=1), pytest.raises(UnsupportedError, match=text), ltx.debug_checks():
+        pass
+
+
+def test_the_pages_programs(tmp_path: Path) -> None:
+    page = Path(__file__).parents[3] / "docs" / "how-to" / "replay.md"
+    programs = re.findall(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(page.parents[2]), os.environ.get("PYTHONPATH", "")])}
+
+    def run(program: str, *command: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / program).write_text(programs.pop(0))
+        command = (sys.executable, *command, program)
+        return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+
+    then, now = run("train.py", "-m", "ltx", "run", "-n", "3"), run("again.py")
+    assert now.stdout == "3 [True]\n4 [False]\n"
+    error = now.stderr.strip().rpartition("\n")[2]
+    assert "rank 2" in error
+    assert error.partition(": ")[2] in then.stderr
 
 
 def test_what_is_not_recorded(tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ MADE_OF_OTHERS: dict[str, Callable[[], Any]] = {
         {"w": from_torch(AdamW, lr=0.1), "b": optim.chain(optim.clip_by_global_norm(0.5), from_torch(SGD, lr=0.1))},
         {"w": "w", "*": "b"},
     ),
-    "scheduled": lambda: from_torch(SGD, lr=optim.linear(0.1, 0.01, 3)),
+    "scheduled": lambda: from_torch(SGD, lr=optim.warmup_cosine(0.1, 1, 3)),
     "functions": lambda: optim.from_functions(
         lambda params: (), lambda grads, state, params: ({name: -0.1 * g for name, g in grads.items()}, state)
     ),

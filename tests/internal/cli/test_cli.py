@@ -15,7 +15,7 @@ import torch
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.run import get_rdzv_endpoint
 
-import ltx.cli
+import ltx.__main__
 from ltx.runtime.run import Ended, first_failure
 
 torchrun = pytest.importorskip("torch.distributed.run")
@@ -51,7 +51,7 @@ def here(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"]])
 def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        ltx.cli.main(arguments)
+        ltx.__main__.main(arguments)
     assert stopped.value.code == 0
     said = capsys.readouterr().out
     assert said.startswith("usage: ltx")
@@ -63,7 +63,7 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        ltx.cli.main(["--version"])
+        ltx.__main__.main(["--version"])
     assert stopped.value.code == 0
     assert capsys.readouterr().out == f"ltx {ltx.__version__}, torch {torch.__version__}\n"
 
@@ -87,7 +87,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], here: Path) -> None:
     (here / "bad.py").write_text("import sys\ndef f(:\n")
     with pytest.raises(SystemExit) as stopped:
-        ltx.cli.main(arguments)
+        ltx.__main__.main(arguments)
     assert stopped.value.code == 2
     said = capsys.readouterr().err
     assert message in said
@@ -95,7 +95,7 @@ def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.Captur
 
 
 def test_run_hands_the_rest_to_the_script(launched: list[argparse.Namespace]) -> None:
-    assert ltx.cli.main(["run", "-n", "3", "--max-restarts", "1", "script.py", "-n", "7", "--help"]) == 0
+    assert ltx.__main__.main(["run", "-n", "3", "--max-restarts", "1", "script.py", "-n", "7", "--help"]) == 0
     (parsed,) = launched
     assert parsed.nproc_per_node == "3"
     assert parsed.max_restarts == 1
@@ -108,7 +108,7 @@ def test_run_hands_the_rest_to_the_script(launched: list[argparse.Namespace]) ->
 @pytest.mark.parametrize("of_script", [["--log", "x"], ["--log=x"], ["--n", "7", "-n7"], ["--log-dir", "x", "-m", "y"]])
 def test_options_of_the_script_are_no_options_of_run(of_script: list[str], launched: list[argparse.Namespace]) -> None:
     """Not by a part of their name, which several of torchrun's begin with, nor by all of it."""
-    ltx.cli.main(["run", "-n", "3", "script.py", *of_script])
+    ltx.__main__.main(["run", "-n", "3", "script.py", *of_script])
     (parsed,) = launched
     assert parsed.training_script_args == of_script
     assert (parsed.nproc_per_node, parsed.log_dir != "x", parsed.module) == ("3", True, False)
@@ -116,16 +116,16 @@ def test_options_of_the_script_are_no_options_of_run(of_script: list[str], launc
 
 @pytest.mark.parametrize("backend", [[], ["--standalone"], ["--nnodes", "2"]])
 def test_the_id_of_a_run_is_kept(backend: list[str], launched: list[argparse.Namespace]) -> None:
-    ltx.cli.main(["run", *backend, "--rdzv-id", "job7", "script.py"])
-    ltx.cli.main(["run", "script.py"])
-    ltx.cli.main(["run", "script.py"])
+    ltx.__main__.main(["run", *backend, "--rdzv-id", "job7", "script.py"])
+    ltx.__main__.main(["run", "script.py"])
+    ltx.__main__.main(["run", "script.py"])
     given, *made = [parsed.rdzv_id for parsed in launched]
     assert given == "job7"
     assert len({"none", *made}) == 3, "runs at once on one machine have ids of their own"
 
 
 def test_run_takes_a_module_and_defaults_to_one_rank(launched: list[argparse.Namespace]) -> None:
-    ltx.cli.main(["run", "-m", "package.module", "x"])
+    ltx.__main__.main(["run", "-m", "package.module", "x"])
     (parsed,) = launched
     assert parsed.module
     assert (parsed.nproc_per_node, parsed.training_script) == ("1", "package.module")
@@ -144,7 +144,7 @@ def test_run_takes_a_module_and_defaults_to_one_rank(launched: list[argparse.Nam
 def test_a_meeting_point_that_is_asked_for_is_kept(
     arguments: list[str], endpoint: str, launched: list[argparse.Namespace]
 ) -> None:
-    ltx.cli.main(["run", "--nproc-per-node", "2", *arguments, "script.py"])
+    ltx.__main__.main(["run", "--nproc-per-node", "2", *arguments, "script.py"])
     assert not launched[0].standalone
     assert get_rdzv_endpoint(launched[0]) == endpoint
 
@@ -153,8 +153,8 @@ def test_the_port_that_the_environment_asks_for(
     launched: list[argparse.Namespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PET_MASTER_PORT", "29513")
-    ltx.cli.main(["run", "script.py"])
-    ltx.cli.main(["run", "--nnodes", "2", "--master-addr", "host", "script.py"])
+    ltx.__main__.main(["run", "script.py"])
+    ltx.__main__.main(["run", "--nnodes", "2", "--master-addr", "host", "script.py"])
     assert [get_rdzv_endpoint(parsed) for parsed in launched] == ["127.0.0.1:29513", "host:29513"]
 
 
@@ -176,7 +176,7 @@ def test_output_that_goes_to_files_is_kept(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert ltx.cli.main(["run", *arguments, "script.py"]) == 0
+    assert ltx.__main__.main(["run", *arguments, "script.py"]) == 0
     assert [str(path) for path in tmp_path.iterdir()] == ([launched[0].log_dir] if kept else [])
     said = f"ltx run: the ranks' output is kept in {launched[0].log_dir}\n"
     assert capsys.readouterr().err == (said if kept else "")
@@ -188,7 +188,7 @@ def test_machines_that_are_lost(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         raise RendezvousConnectionError("the store is gone")
 
     monkeypatch.setattr(torchrun, "run", lose)
-    assert ltx.cli.main(["run", "--nnodes", "2", "--rdzv-backend", "c10d", "script.py"]) == 1
+    assert ltx.__main__.main(["run", "--nnodes", "2", "--rdzv-backend", "c10d", "script.py"]) == 1
     assert capsys.readouterr().err == (
         "ltx run: this machine couldn't meet the others, or lost them: the store is gone\n"
     )
