@@ -463,19 +463,16 @@ def replay(
             dist.destroy_process_group()
 
 
-_BACKEND = "ltx_replay"
-
-
 def _open_group(rank: int, size: int) -> None:
     """Initialise torch.distributed with groups on which every collective raises."""
-    torchs: Any = dist
 
     def make(store: Any, rank: int, size: int, timeout: Any) -> Any:
         options = private.FakeProcessGroup.Options()
         options.error_on_collective = True
         return private.FakeProcessGroup._create_internal(rank, size, options)
 
-    if _BACKEND not in HOST_BLOCKING:
-        HOST_BLOCKING.add(_BACKEND)
-        dist.Backend.register_backend(_BACKEND, make, devices=["cpu", "cuda"])
-    dist.init_process_group(_BACKEND, store=torchs.HashStore(), rank=rank, world_size=size)
+    if (backend := "ltx_replay") not in HOST_BLOCKING:
+        HOST_BLOCKING.add(backend)
+        dist.Backend.register_backend(backend, make, devices=["cpu", "cuda"])
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
