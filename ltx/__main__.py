@@ -20,10 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return launch(arguments[1:])
     parser = argparse.ArgumentParser(prog="ltx", description="Data-parallel training as function transformations.")
     parser.add_argument("--version", action="version", version=f"ltx {__version__}, torch {torch.__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    commands.add_parser(
-        "run", help="run a script on several ranks: ltx run -n 2 script.py ... (see ltx run --help)", add_help=False
-    )
+    ran = "run: run a script on several ranks: ltx run -n 2 script.py ... (see ltx run --help)"
+    parser.add_argument("command", choices=["run"], metavar="COMMAND", help=ran)
     parser.parse_args(arguments)  # which ends by itself, since the only command isn't there
     return 0
 

@@ -100,10 +100,10 @@ class Layout:
         steps, ways = range(sum(strategy.cycle or (0, 1))), (strategy.hook, strategy.post_update_hook)
         ahead = dict.fromkeys(way(step) for way in ways for step in steps)
         for part in _hooks_in((*vars(strategy).values(), *ahead)) if split and axis.size > 1 else ():
-            lossy = not (part.exact or part.elementwise)
-            if part.needs_whole or (lossy and beside):
+            lossy, whole = not (part.exact or part.reach == "element"), part.reach == "parameter"
+            if whole or (lossy and beside):
                 whose = "" if str(part) in str(strategy) else f" of {strategy}"
-                among = "" if part.needs_whole else f", and leaf {beside[0]!r}, which they share, is beside it"
+                among = "" if whole else f", and leaf {beside[0]!r}, which they share, is beside it"
                 raise UnsupportedError(
                     f"leaf {split[0]!r} is a DTensor, split over ranks{among}. What {part}{whose} makes of a "
                     "number depends on others: use ltx.hooks.FP16() or BF16()"

@@ -50,7 +50,7 @@ class Adasum(CommHook):
 
     exact: ClassVar[bool] = False
     sums: ClassVar[bool] = False
-    needs_whole: ClassVar[bool] = True
+    reach: ClassVar[str] = "parameter"
 
     dtype: torch.dtype | None = None
 

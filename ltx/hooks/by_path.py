@@ -11,10 +11,7 @@ import torch
 
 from ltx.errors import StrategyError
 from ltx.extend import Axis, CommHook, HookOffers, LeafState, Packing, brief, needs, tree
-from ltx.hooks.combined import Several
-
-#: What all of its hooks have to offer.
-_OF_ALL = ("exact", "alike", "elementwise", "sums", "gives_gradients")
+from ltx.hooks.combined import Several, furthest
 
 
 @dataclass(frozen=True, repr=False)
@@ -40,8 +37,8 @@ class Partition(Several):
             return max(one.phases(axis_size) if callable(one.phases) else one.phases for one in each)
 
         return HookOffers(
-            **{name: all(getattr(one, name) for one in each) for name in _OF_ALL},
-            needs_whole=any(one.needs_whole for one in each),
+            **{name: all(getattr(one, name) for one in each) for name in ("exact", "alike", "sums", "gives_gradients")},
+            reach=furthest(self.members),
             state_names=super().state_names,
             reads_step=any(one.reads_step for one in each),
             constant_after=max(ends) if len(ends) == len(each) else None,

@@ -30,6 +30,11 @@ from ltx.hooks.lossy import Compression, CompressionResult, LossyHook
 from ltx.hooks.plain import EXACT, Noop
 
 
+def furthest(hooks: Sequence[CommHook]) -> str:
+    """The `reach` of hooks together: an element depends on what any of them makes it depend on."""
+    return str(max((hook.reach for hook in hooks), key=("element", "bucket", "parameter").index))
+
+
 @dataclass(frozen=True)
 class Several(CommHook):
     """The base of hooks made of several hooks, one of which reduces a bucket."""
@@ -183,8 +188,8 @@ class Chain(LossyHook):
         return (with_error_feedback(self.inner) if self.error_feedback else None) or self.inner
 
     @property
-    def elementwise(self) -> bool:
-        return bool(self.hook.elementwise and self.inner.elementwise)
+    def reach(self) -> str:
+        return furthest((self.hook, self.inner))
 
     @property
     def state_names(self) -> tuple[str, ...]:

@@ -80,7 +80,7 @@ class FromTorch(CommHook):
     state: Any = None
 
     exact: ClassVar[bool] = False
-    needs_whole: ClassVar[bool] = True
+    reach: ClassVar[str] = "parameter"
     sums: ClassVar[bool] = False
     phases: ClassVar[int] = 0  # counts ltx's collectives, and not those on the hook's own group
 

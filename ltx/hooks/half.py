@@ -27,7 +27,7 @@ class HalfHook(CompressedAllReduce):
     since no rank could feed back what a sum in half precision rounds off.
     """
 
-    elementwise: ClassVar[bool] = True
+    reach: ClassVar[str] = "element"
     sums: ClassVar[bool] = True
     short: ClassVar[torch.dtype]
 

@@ -31,7 +31,7 @@ class Noop(CommHook):
 
     exact: ClassVar[bool] = False
     alike: ClassVar[bool] = False
-    elementwise: ClassVar[bool] = True
+    reach: ClassVar[str] = "element"
     sums: ClassVar[bool] = False
 
     def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:

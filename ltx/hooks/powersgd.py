@@ -105,7 +105,7 @@ class PowerSGD(PowerHook):
         AllReduce()
     """
 
-    needs_whole: ClassVar[bool] = True
+    reach: ClassVar[str] = "parameter"
 
     min_compression_rate: float = 2.0
     iterations: int = 1

@@ -303,7 +303,7 @@ class Ring(NodeHook, PostUpdateHook):
 
     exact: ClassVar[bool] = False
     # a bucket's grid depends on all its numbers, so ranks can't hold parts of a parameter
-    needs_whole: ClassVar[bool] = True
+    reach: ClassVar[str] = "parameter"
 
     @property
     def phases(self) -> int:

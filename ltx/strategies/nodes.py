@@ -102,7 +102,6 @@ Steps = Generator[CollectiveRequest, torch.Tensor, torch.Tensor]
 class NodeHook(CommHook):
     """A hook with collectives within nodes of `node_size` ranks, and among nodes."""
 
-    elementwise: ClassVar[bool] = False
     sums: ClassVar[bool] = False
 
     node_size: int
@@ -194,7 +193,7 @@ class WithinNode(CommHook):
     """The mean over the `ranks` of a node, which are contiguous on the axis; sent in `dtype` if that is narrower."""
 
     exact: ClassVar[bool] = False  # it isn't the mean over all ranks
-    elementwise: ClassVar[bool] = True
+    reach: ClassVar[str] = "element"
     sums: ClassVar[bool] = False  # it sums over a node, not over all ranks
 
     ranks: int

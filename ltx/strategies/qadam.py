@@ -54,7 +54,7 @@ class MeanMomentum(hooks.CommHook):
     """The mean over ranks of b1 m + (1 - b1) g_r, taken by another hook. It is the next m, which the state keeps."""
 
     exact: ClassVar[bool] = False
-    elementwise: ClassVar[bool] = False
+    reach: ClassVar[str] = "bucket"
     sums: ClassVar[bool] = False
     gives_gradients: ClassVar[bool] = False
 

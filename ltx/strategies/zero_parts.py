@@ -97,7 +97,6 @@ class MeanPart(CommHook):
     """Reduce-scatter: rank r gets the r-th part of every mean gradient, in its place, and zeros elsewhere."""
 
     alike: ClassVar[bool] = False
-    elementwise: ClassVar[bool] = False
     sums: ClassVar[bool] = False
 
     short: torch.dtype | None = None  # the half-precision dtype in which gradients are sent; None for their own dtype

@@ -196,4 +196,6 @@ def test_what_is_gone_is_refused_when_a_class_is_made(base: Any) -> None:
 
 
 def test_what_is_refused_says_the_field() -> None:
+    typo = type("Typo", (CommHook,), {"reach": "elements"})
+    refuses(ltx.errors.StrategyError, r"Typo\.reach is one of \('element', .*, got 'elements'", typo)
     refuses(ltx.errors.StrategyError, r"NewStrategy\.every must be a whole number .*, got 0", NewStrategy, every=0)

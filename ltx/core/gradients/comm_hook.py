@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 
 from ltx.core import comm
-from ltx.core.base.arguments import Offering, check_fields, follows
+from ltx.core.base.arguments import Offering, brief, check_fields, follows
 from ltx.core.base.errors import StrategyError
 from ltx.core.base.needs import require
 from ltx.core.base.readable import Readable
@@ -36,6 +36,7 @@ from ltx.core.ranks.axis import Axis
 GONE = {
     **dict.fromkeys(("scale", "wire_dtype", "extra_terms"), "packing(dtype, axis_size)"),
     **dict.fromkeys(("averages", "derivative_scale"), "packing(dtype, axis_size), whose counts_as may be None"),
+    **dict.fromkeys(("elementwise", "needs_whole"), 'reach, which is "element", "bucket" or "parameter"'),
     "by_path": "each(paths), which returns None if all have the same hook",
     "cast": "a row of ltx.hooks.combined.in_half",
     "phases_on": "phases, which may be a method, phases(axis_size)",
@@ -53,10 +54,10 @@ class HookOffers:
         exact: the result is the mean up to rounding in the gradients' dtype. If it isn't, second derivatives use the
             exact mean.
         alike: all ranks get the same result, so that parameters stay the same on all ranks.
-        elementwise: each element's result depends on that element alone, so that gradients of several samples can be
-            reduced side by side (``vmap`` of ``grad`` between processes).
-        needs_whole: the result for a parameter depends on the whole parameter (its rows and columns, its norm), or
-            isn't known not to. Such a hook can't reduce DTensors, of which ranks hold parts.
+        reach: on what an element of the result depends. "element": on that element of the ranks' gradients alone, so
+            that gradients of several samples can be reduced side by side (``vmap`` of ``grad`` between processes).
+            "bucket": on others in its bucket too. "parameter": on its whole parameter (rows and columns, a norm), or it
+            isn't known; such a hook can't reduce DTensors, of which ranks hold parts.
         sums: it requests sums of floating numbers, which another hook may provide (:func:`ltx.hooks.chain`).
         gives_gradients: its result scales with the gradients, as a mean of them does. A step whose loss is a
             :class:`ltx.Weighted` divides the result by the sum of the weights, which comes later; a loss scale divides
@@ -76,8 +77,7 @@ class HookOffers:
 
     exact: bool = True
     alike: bool = True
-    elementwise: bool = False
-    needs_whole: bool = False
+    reach: str = "bucket"
     sums: bool = True
     gives_gradients: bool = True
     state_names: tuple[str, ...] = ()
@@ -104,6 +104,8 @@ class CommHook(Offering[HookOffers], Readable, kind=HookOffers, gone=GONE):
 
     def __post_init__(self) -> None:
         check_fields(self, StrategyError)
+        if self.reach not in (reaches := ("element", "bucket", "parameter")):
+            raise StrategyError(f"{type(self).__name__}.reach is one of {reaches}, got {brief(self.reach)}.")
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
         """The state of the parameter at `path` before the first step: floating tensors named as in `state_names`.
@@ -202,7 +204,7 @@ class AllReduce(CommHook):
         True
     """
 
-    elementwise: ClassVar[bool] = True
+    reach: ClassVar[str] = "element"
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         total = yield CollectiveRequest("psum", inputs.flat)

@@ -85,7 +85,7 @@ class Schedule(ABC):
         """All buckets were started: return the reduced gradients and next states, bucket after bucket."""
 
     def _check_batchable(self, dims: Dims, states: Sequence[torch.Tensor]) -> None:
-        if dims and not ((hook := self.hook_of()).elementwise and (self.again or not states)):
+        if dims and not ((hook := self.hook_of()).reach == "element" and (self.again or not states)):
             raise UnsupportedError(
                 f"{hook!r} can't reduce gradients of several samples at once between processes. For per-sample "
                 "gradients use ltx.block_backward_sync(step) under vmap, then ltx.sync_gradients on their mean; for "

@@ -37,7 +37,7 @@ GONE = {
     **dict.fromkeys(("check_axis", "check_optimizer"), "check(optimizer, axis)"),
     **dict.fromkeys(("constant_after", "stateful"), "cycle, from whose first step on hook(step) stays the same"),
     "hook_in_graph": "hook(step) and cycle",
-    "needs_whole": "post_update_hook(step), whose hook says needs_whole",
+    "needs_whole": 'post_update_hook(step), whose hook says reach = "parameter"',
     "shares_gradients": "the hook of hook_in_training(step), which says whether all ranks get the same, alike",
     "takes_complex": "an error that init_optimizer raises",
 }

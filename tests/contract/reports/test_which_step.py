@@ -174,7 +174,7 @@ FAILING: list[int] = []
 class RaisesOnce(ltx.hooks.CommHook):
     """An exact mean, which raises in the backward pass of the batches in FAILING."""
 
-    elementwise = True
+    reach = "element"
 
     def reduce(self, inputs: Any) -> Any:
         if FAILING:

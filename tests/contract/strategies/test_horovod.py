@@ -326,7 +326,7 @@ def test_reduced_in_half_precision_by_its_compression() -> None:
     cast = hooks.cast(hook, torch.bfloat16)
     assert cast.state_names == hook.state_names
     assert cast.packing(torch.float32, 2).scale == 1.0
-    assert cast.needs_whole
+    assert cast.reach == "parameter"
     eight_bits = ltx.HorovodStrategy(op="sum", compression=hooks.ByteGrad()).hook(0)
     assert eight_bits is not None
     refuses(StrategyError, r"needs a request for sums, which ByteGrad\(\)", hooks.cast, eight_bits, torch.bfloat16)
