@@ -1,4 +1,4 @@
-"""Defects in processes and files: pools, launchers, checkpoints."""
+"""Defects in processes and files: pools, launchers, checkpoints, replays."""
 
 from tests.mutants.mutant import Mutant
 
@@ -141,5 +141,29 @@ MUTANTS = (
         new="parts = [x for x in parts if x[0]]\ntroubles: list[Trouble] = [None for _ in parts]",
         breaks="a checkpoint without a rank's part gets its name",
         tests=("tests/internal/checkpoint/test_failures.py::test_a_full_disk_on_one_rank_is_the_same_error_on_all",),
+    ),
+    Mutant(
+        name="replay: what a rank sends isn't looked at",
+        where="Replayed._issue",
+        old="if self._check_sent and sent != digest:",
+        new="if False:",
+        breaks="a rank that computes other values than then goes on, and looks like what it was",
+        tests=("tests/contract/replay/test_replay.py::test_other_values_sent",),
+    ),
+    Mutant(
+        name="replay: a result is kept as it lies, not copied",
+        where="_Recorder._issue",
+        old="result.detach().clone()",
+        new="result.detach()",
+        breaks="a record has what later steps have written over its messages",
+        tests=("tests/contract/replay/test_replay.py::test_each_rank_alone_is_what_it_was",),
+    ),
+    Mutant(
+        name="replay: random states aren't those of then",
+        where="Replayed.step_begins",
+        old="set_random_states",
+        new="len",
+        breaks="dropout leaves out others than then",
+        tests=("tests/contract/replay/test_replay.py::test_each_rank_alone_is_what_it_was",),
     ),
 )

@@ -66,7 +66,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "skip": lambda: train_step(guard="skip"),
     "compared": lambda: train_step(check_every=2),
 }
-QUICK = ("DDP", "PowerSGD", "ZeRO")
+QUICK = ("DDP", "ZeRO", "Weighted")
 
 
 def params() -> Params:
