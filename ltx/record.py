@@ -4,13 +4,16 @@ What a rank computes follows from its state, its batches, its random numbers, an
 comes through an axis' channels and its exchange in the store. So these are recorded where channels give results, and a
 replay answers from the record in their place.
 
-A record is a checkpoint's directory for each rank, ``rank_5/step_00000003``, with one structure in it.
+A record is a checkpoint's directory for each rank, ``rank_5/step_00000003``, with one structure in it. For a script
+that knows nothing of it: ``ltx run -n 4 -m ltx.record DIRECTORY 3:8 script.py ...``.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import runpy
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -476,3 +479,10 @@ def _open_group(rank: int, size: int) -> None:
         dist.Backend.register_backend(backend, make, devices=["cpu", "cuda"])
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+
+
+if __name__ == "__main__":
+    _, folder, numbers, *sys.argv = sys.argv
+    sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
+    with record_messages(folder, steps=range(*map(int, numbers.split(":")))):
+        runpy.run_path(sys.argv[0], run_name="__main__")

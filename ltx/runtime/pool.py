@@ -18,7 +18,7 @@ from contextlib import closing
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from ltx.core.base.arguments import brief, checked, is_whole, seconds, whole
+from ltx.core.base.arguments import brief, checked, seconds, whole
 from ltx.core.base.readable import Table
 from ltx.core.world.launchers import POOL_VARIABLE
 from ltx.core.world.world import cores
@@ -149,19 +149,6 @@ class Pool:
         """
         __tracebackhide__ = True
         return PerRank(self._call(range(self._size), fn, args, kwargs, timeout_s))
-
-    def run_on(
-        self, rank: int, fn: Callable[..., T], *args: Any, timeout_s: timedelta | float | None = None, **kwargs: Any
-    ) -> T:
-        """Call ``fn(*args, **kwargs)`` on the worker of `rank` alone. A collective in `fn` would wait for the others.
-
-        Arguments and errors as for :meth:`run`.
-        """
-        __tracebackhide__ = True
-        if not is_whole(rank) or not 0 <= rank < self._size:
-            raise WorkerError(f"rank {rank}: {self!r} has the ranks 0 to {self._size - 1}.")
-        (value,) = self._call([rank], fn, args, kwargs, timeout_s)
-        return value
 
     def _call(
         self,

@@ -255,6 +255,30 @@ def test_the_pages_programs(tmp_path: Path) -> None:
     assert error.partition(": ")[2] in then.stderr
 
 
+def test_a_script_that_knows_nothing_of_it(tmp_path: Path) -> None:
+    lines = (
+        "import sys, torch, ltx",
+        "sgd = ltx.optim.from_torch(torch.optim.SGD, lr=1.0)",
+        "train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), sgd)",
+        "if __name__ == '__main__':",
+        "    assert sys.argv == ['train.py', '--flag']",
+        "    with ltx.init() as world:",
+        "        state = train.init(torch.zeros(2))",
+        "        for step in range(4):",
+        "            state, _ = train(state, torch.full((2,), float(world.rank + step)))",
+    )
+    (tmp_path / "train.py").write_text("\n".join(lines))
+    command = [sys.executable, "-m", "ltx", "run", "-n", "2", "-m", "ltx.record", "run", "1:3", "train.py", "--flag"]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run(command, cwd=tmp_path, env=environ, check=True)
+    train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
+    with ltx.replay(tmp_path / "run", rank=1) as replayed:
+        state = replayed.load(train.init(torch.zeros(2)))
+        for batch in replayed.batches:
+            state, _ = train(state, *batch)
+    assert state.params.tolist() == [-(0.5 + 1.5 + 2.5)] * 2
+
+
 def test_what_is_not_recorded(tmp_path: Path) -> None:
     train = KINDS["DDP"]()
     nothing = r"rank 0: no step of range\(50, 60\) was seen, so nothing is recorded"

@@ -124,7 +124,7 @@ def test_a_worker_that_waits_for_one_that_is_not_in_the_call(left_out: bool, ran
     with pytest.raises(
         CallFailedError, match=r"wait for each other: ranks? 0.*: the call's end, as it isn't in it any"
     ):
-        pool.run_on(1, run) if left_out else pool.run(run)
+        pool._call([1], run, (), {}, None) if left_out else pool.run(run)
     assert pool.run(lambda: float(ltx.psum(torch.ones(())))).replicated() == 3
 
 

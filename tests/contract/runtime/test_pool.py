@@ -236,11 +236,6 @@ def test_a_result_that_there_is_no_file_for() -> None:
         refuses(CallFailedError, r"raised OSError: pickling the result, .*: \[Errno 24\] Too many", pool.run, open_all)
 
 
-def test_one_rank_alone(ranks: Ranks) -> None:
-    assert ranks(2).run_on(1, lambda x: (world().rank, x), 5) == (1, 5)
-    refuses(WorkerError, r"rank 2: <ltx\.Pool of 2: .* has the ranks 0 to 1", ranks(2).run_on, 2, os.getpid)
-
-
 def test_a_pool_in_a_worker_is_refused(ranks: Ranks) -> None:
     texts = ranks(2).run(said, WorkerError, Pool, 2)
     assert texts.rank(1).startswith(

@@ -407,8 +407,8 @@ def test_a_limit_that_is_none_leaves_the_pool_as_it_is(limit: Any, ranks: Ranks)
     with pytest.raises(InputError, match=r"timeout_s must be a number of seconds or a datetime\.timedelta"):
         pool.run(world, timeout_s=limit)
     with pytest.raises(InputError, match="timeout_s must be"):
-        pool.run_on(0, world, timeout_s=limit)
-    assert pool.run_on(1, lambda: world().rank, timeout_s=timedelta(minutes=1)) == 1
+        pool.run(world, timeout_s=limit)
+    assert list(pool.run(lambda: world().rank, timeout_s=timedelta(minutes=1))) == [0, 1]
     assert pool.pids == pids
 
 
