@@ -186,7 +186,8 @@ class _Recorder:
         self._tapped, self._axes = [], []
         record, ended, self._record, self._ended = self._record, self._ended, {}, True
         if not record and not ended:
-            _warn(f"no step of {self._wanted} was seen, so nothing is recorded. Compiled graphs' steps aren't seen")
+            unseen = "Compiled graphs' steps aren't seen, and no record begins while a strategy's exchange is under way"
+            _warn(f"no step of {self._wanted} was seen, so nothing is recorded. {unseen}")
         if not record:
             return
         rank = record["world"]["rank"]
@@ -331,7 +332,7 @@ class Replayed:
             raise ReplicaDivergedError(
                 f"{self._where(axis, channel)} sends other values than then in {what} ({label}): digest {digest}, "
                 f"recorded {sent}. What it sent before was the same bit for bit, so what it computed since differs. "
-                "Run the recorded program, with the same torch, number of threads and kind of machine. "
+                "Run the recorded program, with the same torch, number of threads, kind of machine and LTX_KEY. "
                 "replay(..., check_sent=False) goes on with what the peers sent then."
             )
         kept, total, note = got
