@@ -72,7 +72,7 @@ notebooks: $(VENV)/.full
 # One table: ltx, DDP, Fabric, accelerate and JAX on loopback and two shaped links. Others beside it:
 # python -m benchmarks.step_time, benchmarks.collectives, benchmarks.hooks, benchmarks.codecs, benchmarks.strategies,
 # benchmarks.simulated, benchmarks.studies.hooks, benchmarks.studies.strategies, benchmarks.studies.published,
-# benchmarks.start, benchmarks.checks, benchmarks.overhead, benchmarks.memory, benchmarks.field (right or wrong, by library).
+# benchmarks.start, benchmarks.checks, benchmarks.record, benchmarks.overhead, benchmarks.memory, benchmarks.field (right or wrong, by library).
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.table $(BENCH)
 

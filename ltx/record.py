@@ -158,7 +158,7 @@ class _Recorder:
     ) -> list[Any]:
         got = exchange(at, *call, **named)
         if named.get("wait", True):  # else nobody's values are there
-            kept.setdefault(_place(at), []).append(got)
+            kept.setdefault(str(getattr(at, "fingerprint", at)), []).append(got)  # or its place in the store
         return got
 
     def _issue(self, messages: list[Any], issue: Callable[..., Work], *call: Any, **named: Any) -> Work:
@@ -205,7 +205,11 @@ class _Recorder:
 
 
 def _warn(text: str) -> None:
-    warnings.warn(f"record_messages: rank {world().rank}: {text}.", RuntimeWarning, stacklevel=4)
+    try:
+        who = f"rank {world().rank}: "
+    except WorldError:  # the program has ended its world
+        who = ""
+    warnings.warn(f"record_messages: {who}{text}.", RuntimeWarning, stacklevel=4)
 
 
 def _new_axis(compared: bool = False, begun: int = 0, world: str = "") -> dict[str, Any]:
@@ -218,11 +222,6 @@ def _new_channel(start: tuple[int, ...] = (0, 0, 0, 0), carried: bool = False) -
 
 def _key(axis: AxisComm) -> str:
     return f"{axis.name} of ranks {axis.global_ranks}"
-
-
-def _place(at: Signature | str) -> str:
-    """The name of an exchange in a record: by its signature, or its place in the store."""
-    return at if isinstance(at, str) else str(at.fingerprint)
 
 
 def _sent(
@@ -370,7 +369,7 @@ class Replayed:
         """In place of an exchange through the store."""
         if not self._loaded:
             return [value] * axis.size
-        if not (kept := self._of(axis, axis.user)[0]["values"].get(_place(at))):
+        if not (kept := self._of(axis, axis.user)[0]["values"].get(str(getattr(at, "fingerprint", at)))):
             raise self._left(axis, axis.user, "no such exchange of values", at if isinstance(at, str) else at.brief)
         return list(kept.pop(0))
 
@@ -483,6 +482,8 @@ def _open_group(rank: int, size: int) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 4:
+        sys.exit("usage: ltx run -n 4 -m ltx.record DIRECTORY 3:8 script.py ...")
     _, folder, numbers, *sys.argv = sys.argv
     sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
     with record_messages(folder, steps=range(*map(int, numbers.split(":")))):

@@ -24,8 +24,8 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    ".": Size(2200, 10),
-    "all": Size(39448, 168),
+    ".": Size(2201, 10),
+    "all": Size(39449, 168),
     "checkpoint": Size(1462, 7),
     "core": Size(1, 1),
     "core/base": Size(2354, 14),

@@ -277,6 +277,9 @@ def test_a_script_that_knows_nothing_of_it(tmp_path: Path) -> None:
         for batch in replayed.batches:
             state, _ = train(state, *batch)
     assert state.params.tolist() == [-(0.5 + 1.5 + 2.5)] * 2
+    command[-3] = "50:60"
+    nothing = subprocess.run(command, cwd=tmp_path, env=environ, check=True, capture_output=True, text=True)
+    assert nothing.stderr.count("no step of range(50, 60) was seen, so nothing is recorded") == 2  # its world has ended
 
 
 def test_what_is_not_recorded(tmp_path: Path) -> None:
