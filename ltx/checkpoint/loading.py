@@ -325,7 +325,7 @@ def _read(
         tensors.append(tensor)
     read = tree.unflatten(tree.flatten(state)[1], tensors)
     read = replace(
-        read, module=state.module, sync_state=replace(read.held("sync_state"), clock=state.held("sync_state").clock)
+        read, module=state.module, sync_state=replace(read.held_sync_state, clock=state.held_sync_state.clock)
     )
     restored = counted(read, manifest["step"], manifest["updates"])
     ranks = range(opened.saved_ranks) if data == "all" else [opened.rank]

@@ -141,7 +141,8 @@ class Members(Peers):
 
     def begin(self) -> None:
         """Clear the place where this rank failed, since it begins something new, and peers may find it there."""
-        self._wait_at("")
+        if self._at:
+            self._wait_at("")
 
     def _wait_at(self, place: str) -> None:
         if place != self._at:

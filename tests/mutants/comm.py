@@ -202,7 +202,7 @@ MUTANTS = (
     Mutant(
         name="comm: a step that one rank has left counts for nothing",
         where="Passes.begin",
-        old="self._comm.bucket_channel(0).advance(RAISED)",
+        old="self._comm.first_phase.advance(RAISED)",
         new="",
         breaks="a rank's next batch is averaged with its peers' current one",
         tests=("tests/internal/comm/test_passes.py",),

@@ -70,7 +70,7 @@ MUTANTS = (
     Mutant(
         name="transforms: a Function's second call with the module's own parameters",
         where="Calls._called",
-        old="again.put(again.tensors)",
+        old="again.put()",
         new="pass",
         breaks="odeint_adjoint and reversible layers have the gradients of other parameters",
         tests=("tests/contract/reports/test_called_again.py::test_a_step_that_runs_its_own_backward_pass",),
@@ -195,10 +195,18 @@ MUTANTS = (
     ),
     Mutant(
         name="steps: another train step takes the answers of the one before",
-        where="resolved_before",
-        old="return found if found is not None and found.train is train else None",
-        new="return found",
+        where="TrainStep.__call__",
+        old="if resolved is None or resolved.train is not self:",
+        new="if resolved is None:",
         breaks="another optimizer, guard or set of trained parameters is ignored, and a state of another kind is taken",
+        tests=("tests/internal/training/test_between_steps.py",),
+    ),
+    Mutant(
+        name="steps: a graph of another size isn't looked at",
+        where="DataParallel.run",
+        old="if made != options.nodes:",
+        new="if options.nodes is None:",
+        breaks="a parameter that isn't given, and is used from a later step on, has each rank's own gradient",
         tests=("tests/internal/training/test_between_steps.py",),
     ),
     Mutant(

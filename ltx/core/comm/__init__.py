@@ -6,6 +6,7 @@ from ltx.core.comm.backends import let_go as let_go
 from ltx.core.comm.backends import to_device as to_device
 from ltx.core.comm.channel import Channel as Channel
 from ltx.core.comm.channel import Work as Work
+from ltx.core.comm.ledger import NOTHING as NOTHING
 from ltx.core.comm.ledger import note as note
 from ltx.core.comm.ledger import note_packed as note_packed
 from ltx.core.comm.ledger import recordings as recordings

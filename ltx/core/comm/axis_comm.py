@@ -74,7 +74,8 @@ class AxisComm(Ranks):
             stream = self._open_group(on_device, "stream", f"ltx:{self.name}", device=self.device)
             self._stream_group = StreamGroup(stream)
         self.user, self.background = self._open_channel("user"), self._open_channel("background")
-        self.channels = [self.user, self.background, self._open_channel(f"{BUCKETS}0")]
+        self.first_phase = self._open_channel(f"{BUCKETS}0")
+        self.channels = [self.user, self.background, self.first_phase]
         self.peers.own.axes.append(self)
 
     def _open_group(self, backend: str, place: str, described: str, **how: Any) -> dist.ProcessGroup:
@@ -123,7 +124,7 @@ class AxisComm(Ranks):
 
     def _room(self, nbytes: int) -> torch.UntypedStorage | None:
         """Memory for a bucket where its sum is read in place, if there is such."""
-        transport = self.bucket_channel(0).transport
+        transport = self.first_phase.transport
         return None if transport is None else transport.room(nbytes)
 
     def bucket_channel(self, phase: int) -> Channel:
@@ -182,7 +183,7 @@ class AxisComm(Ranks):
     def _look_at_last_pass(self) -> None:
         """Check the last pass, and raise its errors, because nothing else will check it any more."""
         unread, self.unread = self.unread, None
-        if unread is not None and self.user.failed is None and self.bucket_channel(0).failed is None:
+        if unread is not None and self.user.failed is None and self.first_phase.failed is None:
             unread.wait()
 
     def release(self) -> list[dist.ProcessGroup]:

@@ -383,10 +383,6 @@ class Channel:
     def orders_streams(self, device: torch.device) -> bool:
         return device.type == self._on_streams
 
-    def carries_notes(self, device: torch.device) -> bool:
-        """Whether a few numbers can go out beside a buffer on `device`, instead of in a sum of their own."""
-        return self.transport is not None and not self.orders_streams(device)
-
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         groups = [self.group, self.stream_group and self.stream_group.group]
@@ -418,7 +414,7 @@ class Channel:
         For a host-blocking backend a tensor on a device is copied to the host. `label`: the collective's name in errors
         and in the ledger. `summed`: the work of a reduction records the sum of all elements, where that costs almost
         nothing. `on_host`: `buffer` is on the host, so the host waits for the result, whatever the backends. `note`: a
-        few numbers to sum beside the buffer, where the channel :meth:`carries_notes`. `eager`: the caller knows that
+        few numbers to sum beside the buffer, where a transport has it. `eager`: the caller knows that
         nothing records the call (:meth:`refuse_recording`).
         """
         if self.failed is not None or (self.transport is not None and self.transport.error is not None):

@@ -152,10 +152,11 @@ def device_wait(device: torch.device) -> Iterator[None]:
 
 def span(name: str) -> AbstractContextManager[None]:
     """Record the time within a ``with`` block as computing; outside of a recording do nothing."""
-    return _noting(name) if recordings else _NOTHING
+    return _noting(name) if recordings else NOTHING
 
 
-_NOTHING = nullcontext()
+#: A context that does nothing.
+NOTHING = nullcontext()
 
 
 @contextmanager

@@ -113,7 +113,8 @@ class Passes:
 
         Step summaries carry the number meanwhile. An exception before the commit leaves the step.
         """
-        self.find_dropped()
+        if self._under_way:
+            self.find_dropped()
         if self.raised is not None and self.raised.what == _FORWARD:
             self.raised = None  # the step's number in the summary shows which rank is behind
         self.begin()
@@ -150,7 +151,7 @@ class Passes:
     def begin(self) -> None:
         """Before a step or pass: count the last one if it raised, and no collective has brought the ranks together."""
         if self.raised is not None and self.is_uncounted:
-            self._comm.bucket_channel(0).advance(RAISED)
+            self._comm.first_phase.advance(RAISED)
             self.counted = f"{self.raised.what} ({self.raised.why})"
 
     @property
@@ -202,8 +203,10 @@ class Passes:
         return int(self._comm.peers.own.sent)
 
     def _calls(self) -> int:
-        calls: int = sum(axis.user.issued for axis in self._comm.peers.own.axes)
-        return calls + int(self._comm.bucket_channel(0).issued)
+        calls = int(self._comm.first_phase.issued)
+        for axis in self._comm.peers.own.axes:
+            calls += axis.user.issued
+        return calls
 
     def leave(self, why: BaseException | str, sent: int, what: str = "") -> None:
         """Leave a step or pass, before which this rank had `sent` so many collectives, because of an exception."""

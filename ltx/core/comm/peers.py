@@ -46,9 +46,8 @@ class OfAxis(Protocol):
     peers: Peers
     channels: list[Any]
     user: Any  # its channel
+    first_phase: Any  # the channel of the buckets' first collectives
     unread: Any
-
-    def bucket_channel(self, phase: int) -> Any: ...
 
 
 class OwnPart:

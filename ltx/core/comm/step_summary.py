@@ -210,11 +210,12 @@ class IssuedSummary:
 
 def end_pass(among: AxisComm, summary: IssuedSummary) -> StepSummary:
     """End a pass whose buckets are all complete or enqueued: check its step summary here or later."""
-    if summary.stays_on_device:
-        among.unread = summary
-        for group in [axis.user.stream_group for axis in among.peers.own.axes]:
-            if group is not None:  # the host goes on from a pass whose collectives the device may not have completed
-                group.of_last_pass = group.last
+    if not summary.stays_on_device:
+        return summary.wait()
+    among.unread = summary
+    for group in [axis.user.stream_group for axis in among.peers.own.axes]:
+        if group is not None:  # the host goes on from a pass whose collectives the device may not have completed
+            group.of_last_pass = group.last
     return summary.enqueued()
 
 
@@ -242,10 +243,11 @@ def begin_pass(
     `agreement`: the ranks' agreement on the pass, if there is one. `total`, `weight`: this rank's loss and its weight,
     0-dim tensors; 0 if nobody needs them. `unreduced`: as :attr:`Said.unreduced`.
     """
-    read_last_summary(among)
-    among.passes.begin()
-    channel = among.bucket_channel(0)
-    channel.refuse_recording(name)
+    if among.unread is not None:
+        read_last_summary(among)
+    if among.passes.raised is not None:
+        among.passes.begin()
+    channel = among.first_phase
     axis_comm.under_way = among.under_way = name
     if agreement is not None:
         channel.advance(agreement)
@@ -257,9 +259,9 @@ def begin_pass(
     device = axis_comm.device
     # Reading an element is cheaper than writing one, but would block the host on stream-ordered backends.
     reads = not channel.orders_streams(device)
-    known = [float(x) if reads or not isinstance(x, torch.Tensor) else 0.0 for x in (total, weight)]
-    numbers = numbers_of(known, said.digest)
-    if channel.carries_notes(device):
+    mine = [total, weight] if reads else [0.0 if isinstance(x, torch.Tensor) else x for x in (total, weight)]
+    numbers = numbers_of([*map(float, mine)], said.digest)
+    if reads and channel.transport is not None:
         return IssuedSummary(None, channel, None, weighted, compare, numbers)
     sent = to_device(torch.tensor(numbers, dtype=torch.float64, device="cpu"), device)
     for index, x in () if reads else enumerate((total, weight)):
@@ -301,7 +303,7 @@ def _count_step(total: torch.Tensor, squares: torch.Tensor, clock: torch.Tensor,
     if stream is None and axis_comm.size * int(limbs[1]) == int(limbs[0]) ** 2:
         return one
     exchange, said = axis_comm.peers.store_exchange, Said(0, number)
-    channel = axis_comm.bucket_channel(0)
+    channel = axis_comm.first_phase
     work = Work.arrived(channel, torch.cat([total.new_zeros(2), *limbs]))  # the graph has waited already
 
     def compare() -> list[Any]:

@@ -66,7 +66,7 @@ def progress_everywhere() -> bool:
 
 def any_transport_busy() -> bool:
     """Whether something is pending in any transport of this process."""
-    return any(transport.busy for transport in tuple(open_transports))
+    return bool(open_transports) and any(transport.busy for transport in tuple(open_transports))
 
 
 def wait_for(work: TransportWork, pause_s: float) -> bool:

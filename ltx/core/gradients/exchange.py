@@ -79,6 +79,7 @@ class Exchange:
         else:
             self._pending = Pending(axis_comm, what=self._kind)
             self._pending.sent = axis_comm.passes.sent()
+            axis_comm.first_phase.refuse_recording(name)
             self._pending.summary = comm.begin_pass(axis_comm, axis_comm, name, plan.agreement)
         for bucket in plan.buckets:
             hook, inputs = self._packed(bucket, tensors, pack)

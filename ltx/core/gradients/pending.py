@@ -27,7 +27,7 @@ from ltx.core.base.errors import StepError, StrategyError, UnsupportedError
 from ltx.core.base.private import graph_task
 from ltx.core.comm.backends import CommStream
 from ltx.core.gradients.buffers import pack, unpack
-from ltx.core.gradients.comm_hook import CommHook, phases_on, program_of, shared_part
+from ltx.core.gradients.comm_hook import CommHook, phases_on, program_of
 from ltx.core.gradients.planning import Plan, grads_kept
 from ltx.core.gradients.reduction import (
     Bucket,
@@ -54,6 +54,7 @@ class Pending:
         among: the ranks that are in the pass, if not all ranks are.
         channel_of: the channel of a phase.
         what: the word for a bucket in errors.
+        streams: those that reduce buckets, by devices; None for a device whose waits block the host.
     """
 
     def __init__(
@@ -62,13 +63,14 @@ class Pending:
         among: comm.AxisComm | None = None,
         channel_of: Callable[[comm.AxisComm, int], comm.Channel] = comm.AxisComm.bucket_channel,
         what: str = "bucket",
+        streams: dict[torch.device, CommStream | None] | None = None,
     ):
-        self._comm, self._among = axis_comm, among or axis_comm
+        self._comm, self.among = axis_comm, among or axis_comm
         self._channel_of, self._what = channel_of, what
         self.summed = False  # whether :meth:`total` will be called
         self.sent = 0  # the number of collectives that this rank had issued before the pass
         self._launched: list[Program] = []
-        self._streams: dict[torch.device, CommStream | None] = {}  # the streams that enqueue whole programs
+        self._streams = {} if streams is None else streams  # they enqueue whole programs
         self._run: comm.BackwardPass | None = None  # the id of the autograd run of this pass
         self.summary: comm.IssuedSummary | None = None
 
@@ -79,7 +81,7 @@ class Pending:
 
     def enter(self, later_phases: bool = True) -> None:
         """The engine runs the pass, and may drop it halfway. `later_phases`: a bucket may issue several collectives."""
-        self._run = self._among.passes.enter()
+        self._run = self.among.passes.enter()
         self.sent = self._run.sent
         if later_phases:
             self._run.flush = self.flush
@@ -91,12 +93,12 @@ class Pending:
 
     def flush_others(self) -> None:
         """Wait for the collectives of other passes before this pass issues its own."""
-        self._among.passes.flush_others(self._run)
+        self.among.passes.flush_others(self._run)
 
     def abandon(self, reason: BaseException) -> None:
         """Tell the peers that this pass won't continue, if they know that it has begun."""
         if self.summary is not None or (self._run is not None and not self._run.is_done):
-            self._among.passes.leave(reason, self.sent)
+            self.among.passes.leave(reason, self.sent)
             self.forget()
 
     def forget(self) -> None:
@@ -107,9 +109,9 @@ class Pending:
 
     def finish(self) -> comm.StepSummary | None:
         """After the last bucket: the step summary, if there is one."""
-        summary = self.summary
+        summary, self._launched = self.summary, []
         self.forget()
-        return None if summary is None else comm.end_pass(self._among, summary)
+        return None if summary is None else comm.end_pass(self.among, summary)
 
     # --- its buckets -------------------------------------------------------------------------------------------------
 
@@ -128,7 +130,7 @@ class Pending:
             if not phases:
                 continue
             device = program.reads[0].device
-            stream = self._streams.get(device) or self._find_stream(device)
+            stream = self._streams[device] if device in self._streams else self._find_stream(device)
             if stream is None:
                 self._advance(place)
                 continue
@@ -138,9 +140,10 @@ class Pending:
             program.fence, program.reads = stream.fence(), reads
 
     def _find_stream(self, device: torch.device) -> CommStream | None:
-        stream = None if device in self._streams else self._comm.stream_of(device)
+        stream = self._comm.stream_of(device)
         ordered = stream is not None and self._channel_of(self._comm, 0).orders_streams(device)
-        return self._streams.setdefault(device, stream if ordered else None)
+        self._streams[device] = stream if ordered else None
+        return self._streams[device]
 
     def reduce(self, hook: CommHook, inputs: BucketInput, then: Callable[[Reduced], None] | None = None) -> None:
         """Start the reduction of the next bucket by `hook`, and continue the buckets before it."""
@@ -262,18 +265,17 @@ class ProcessSchedule(Schedule):
         self.on_end: Callable[[ProcessSchedule], None] = lambda _: None
         #: Makes the program of a bucket whose gradients are ready; :meth:`program` if None.
         self.program_of: ProgramOf | None = None
-        self._sends: dict[bool, tuple[CommHook, int]] = {}
-        part = shared_part(plan.hook, plan.axis)
-        self._part = None if part is None or part.comm is None else part.comm
-        ordered = [self.comm.stream_of(device) is not None for device in {bucket.device for bucket in plan.buckets}]
+        ordered = plan.streams.values()
         self._shared, self._polls = any(ordered), not all(ordered)
         self._in_graphs, self._held = _issued_in_graphs() if self._shared else 0, False
         self._reset()
+        self.pending = Pending(self.comm, self.among, streams=plan.streams)
 
     @property
     def among(self) -> comm.AxisComm:
         """The communicator of the ranks that are in this pass together."""
-        return self.comm if self._part is None or self.again else self._part
+        part = None if self.again else self.plan.part
+        return self.comm if part is None or part.comm is None else part.comm
 
     def send_summary(
         self,
@@ -286,16 +288,18 @@ class ProcessSchedule(Schedule):
         pending, agreement, unreduced = self.pending, self.plan.agreement, self.unreduced()
         pending.summed = sums
         if not self.fenced:
-            pending.sent = self.among.passes.sent()
-        pending.summary = comm.begin_pass(self.comm, self.among, name, agreement, total, weight, unreduced)
+            pending.sent = self.comm.peers.own.sent
+        pending.summary = comm.begin_pass(self.comm, pending.among, name, agreement, total, weight, unreduced)
 
     def in_forward(self) -> AbstractContextManager[None]:
         return self.among.passes.in_forward()
 
     def begin(self) -> None:
         if self.fenced:  # the caller, which waits for the buckets, has begun the pass and watches it
+            self.comm.first_phase.refuse_recording("a backward pass")
             self._reset()
-            self.pending.enter(self._sent()[1] > 1)
+            self.pending = Pending(self.comm, self.among, streams=self.plan.streams)
+            self.pending.enter(self._phases > 1)
             self.send_summary()
         self._held = self._shared and _issued_in_graphs() != self._in_graphs
 
@@ -305,7 +309,6 @@ class ProcessSchedule(Schedule):
         self.pending.abandon(reason)
 
     def _reset(self) -> None:
-        self.pending = Pending(self.comm, self.among)
         self._passes_inside = False  # Functions will run backward passes inside of this one
         #: Gradients of buckets that aren't complete yet, and the buckets to which the pass itself has come.
         self.early: dict[int, list[torch.Tensor | None]] = {}
@@ -330,10 +333,9 @@ class ProcessSchedule(Schedule):
             if dims:
                 self._check_batchable(dims, states)
             self._batches[index] = tensors[0].shape[: len(dims)]
-            _, phases = self._sends.get(self.again) or self._sent()
             program = self.program_of or self.program
             self._ready[index] = program(bucket, grads, self.plan.states_of(bucket, states))
-            if phases > 1:
+            if (phases := self._phases) > 1:
                 self.pending.flush_others()
             if not self._held:
                 self.pending.launch(self._ready, phases)
@@ -367,10 +369,11 @@ class ProcessSchedule(Schedule):
         self._passes_inside = bool(own)
         self.begin()
         on_end = self.on_end
-        for root in (x.grad_fn for x in objectives if x.grad_fn is not None):
-            root.register_prehook(self._entered)
+        for objective in objectives:
+            if objective.grad_fn is not None:
+                objective.grad_fn.register_prehook(self._entered)
         if objectives:
-            with comm.span("backward"), grads_kept(own):
+            with comm.span("backward"), grads_kept(own) if own else comm.NOTHING:
                 torch.autograd.backward(objectives, cotangents, again, inputs=[*inputs, *own])
         self.launch()
         self.on_end = on_end if again else self.on_end
@@ -419,7 +422,7 @@ class ProcessSchedule(Schedule):
         self._passes_inside = False
         on_end(self)
         if self._ready:
-            self.pending.launch(self._ready, self._sent()[1])
+            self.pending.launch(self._ready, self._phases)
         self.program_of = None  # it holds the step
 
     def program(
@@ -431,7 +434,7 @@ class ProcessSchedule(Schedule):
     ) -> Program:
         """The program that reduces `tensors`, which are packed now; `update` as in :class:`BucketInput`."""
         plan, batch = self.plan, self._batches[bucket.index]
-        hook = self.hook_of(bucket) if plan.hooks else self._sends[self.again][0]
+        hook = self.hook_of(bucket) if plan.hooks or self.again else plan.hook
         room = None  # on devices torch's allocator keeps memory
         if bucket.device.type == "cpu":
             room = partial(self.comm.buffer_pool.take, plan.buckets, bucket.index, hook.exact)
@@ -456,12 +459,10 @@ class ProcessSchedule(Schedule):
         same = self.hook_of(bucket).packing(bucket.dtype, self.plan.axis.size).dtype == bucket.dtype
         return self.pending.total(bucket.index) if same else None
 
-    def _sent(self) -> tuple[CommHook, int]:
-        """The hook that this pass applies to all buckets, and the number of collectives that each may issue."""
-        if self.again not in self._sends:
-            hook = self.hook_of()
-            self._sends[self.again] = hook, phases_on(hook, self.plan.axis.size)
-        return self._sends[self.again]
+    @property
+    def _phases(self) -> int:
+        """How many collectives each bucket of this pass may issue."""
+        return phases_on(self.hook_of(), self.plan.axis.size) if self.again else self.plan.phases
 
     def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         try:
@@ -482,6 +483,8 @@ class ProcessSchedule(Schedule):
     def finish(self) -> comm.StepSummary | None:
         """After the last bucket: finish the step summary, and release the reduced buckets."""
         pending = self.pending
+        if self.again:
+            self.pending = Pending(self.comm, self.among, streams=self.plan.streams)
         self._reset()
         return pending.finish()
 

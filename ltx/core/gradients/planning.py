@@ -28,7 +28,7 @@ from ltx.core.base.arguments import check_fields, check_whole, seconds
 from ltx.core.base.errors import StrategyError, UnsupportedError
 from ltx.core.base.readable import Readable
 from ltx.core.gradients.buffers import pack_pure
-from ltx.core.gradients.comm_hook import CommHook, phases_on, stateful_hook
+from ltx.core.gradients.comm_hook import CommHook, phases_on, shared_part, stateful_hook
 from ltx.core.gradients.reduction import Bucket, BucketInput, Leaf, LeafState
 from ltx.core.ranks.axis import Axis
 from ltx.typing import Tree
@@ -153,9 +153,9 @@ class Plan:
 
     def states_by_leaf(self, bucket: Bucket, states: Sequence[LeafState]) -> dict[int, LeafState]:
         """The states of a bucket by leaf, each with the names that the plan knows; empty for a hook without states."""
-        names = list(map(self.state_names.__getitem__, bucket.members))
-        if not any(names):
+        if not self.keeps:
             return {}
+        names = list(map(self.state_names.__getitem__, bucket.members))
         if len(states) != len(names) or not all(map(set.issuperset, map(set, states), names)):
             raise StrategyError(
                 f"{self.hook!r} returned states {[sorted(state) for state in states]} for a bucket of {len(names)} "
@@ -172,6 +172,30 @@ class Plan:
             flags += [False] * len(bucket.members)
             flags += [True for member in bucket.members for _ in self.state_names[member]]
         return tuple(flags)
+
+    @cached_property
+    def keeps(self) -> bool:
+        """Whether some parameter has communication state in it."""
+        return any(self.state_names)
+
+    @cached_property
+    def stateful(self) -> bool:
+        return stateful_hook(self.hook)
+
+    @cached_property
+    def phases(self) -> int:
+        """How many collectives each bucket may issue."""
+        return phases_on(self.hook, self.axis.size)
+
+    @cached_property
+    def part(self) -> Axis | None:
+        """The part of the axis whose ranks reduce among themselves; None if all ranks do it together."""
+        return shared_part(self.hook, self.axis)
+
+    @cached_property
+    def streams(self) -> dict[torch.device, Any]:
+        """The streams on which buckets are reduced, by their devices; None where waits block the host."""
+        return {bucket.device: self.axis.ranks.stream_of(bucket.device) for bucket in self.buckets}
 
     def path_of(self, member: int) -> str | int:
         """The path of a leaf; its place if ranks haven't compared the plan."""

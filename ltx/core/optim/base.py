@@ -411,6 +411,8 @@ def all_of(state: Tree, *kinds: type) -> list[Any]:
     """The outermost nodes of some classes in an optimizer's state. Skips the inside of a TorchState, as that may be
     large.
     """
+    if type(state) is TorchState:
+        return [state] if TorchState in kinds else []
     try:
         nodes = optree.tree_leaves(state, is_leaf=lambda node: isinstance(node, (*kinds, TorchState)))
     except RecursionError:

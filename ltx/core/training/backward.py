@@ -245,8 +245,8 @@ class Completion:
             self._work.state.begin_writing()
 
     def _states_after(self, params: Tree) -> dict[str, LeafState]:
-        before = self._work.state.held("sync_state").leaves
-        return states_after(self._plan, self._states, before, params)
+        before = self._work.state.held_sync_state.leaves
+        return states_after(self._plan, self._states, before, params) if before else {}
 
 
 class CollectGradients(Completion):
@@ -260,7 +260,8 @@ class CollectGradients(Completion):
 
     def complete(self, bucket: Bucket, reduced: Reduced) -> None:
         grads = unpack(reduced[0].view(-1), bucket)
-        self._states.update(self._plan.states_by_leaf(bucket, reduced[1]))
+        if self._plan.keeps:
+            self._states.update(self._plan.states_by_leaf(bucket, reduced[1]))
         # If the sum of the unscaled gradients is finite, so is the sum after a factor of at most 1.
         known = not isinstance(factor := self._scale.factor, torch.Tensor) and abs(factor) <= 1
         total = self._schedule.total(bucket) if self._probes is not None and known else None
@@ -273,7 +274,7 @@ class CollectGradients(Completion):
         self._grads.update(zip(bucket.members, grads, strict=True))
 
     def result(self) -> BackwardResult:
-        after = self._states_after(self._work.state.held("params"))
+        after = self._states_after(self._work.state.held_params)
         sums = self._sums if self._probes is not None else None
         grads = [*map(self._grads.__getitem__, range(len(self._work.leaves)))]
         return BackwardResult(grads, after, sums=sums, skip=self._scale.skip)
@@ -284,7 +285,7 @@ class UpdateBuckets(Completion):
 
     def __init__(self, work: Backward, schedule: ProcessSchedule, scale: Scale):
         super().__init__(work, schedule)
-        self._scale, self._params, self._opt_state = scale, work.state.held("params"), work.state.held("opt_state")
+        self._scale, self._params, self._opt_state = scale, work.state.held_params, work.state.held_opt_state
         if not work.donate:
             self._params, self._opt_state = tree.map(torch.clone, (self._params, self._opt_state))
         self._leaves = work.leaves if work.donate else tree.flatten(self._params)[0]
@@ -323,10 +324,10 @@ class UpdateThenSend(Completion):
         super().__init__(work, schedule)
         self._hook, self._axis = hook, self._plan.axis
         state, optimizer = work.state, work.optimizer
-        opt_state = hook.own(state.held("opt_state"), self._axis)
+        opt_state = hook.own(state.held_opt_state, self._axis)
         self._opt_state = opt_state = opt_state if work.donate else tree.map(torch.clone, opt_state)
-        self._opt_states = optimizer.leaf_states(opt_state, state.held("params"))
-        paths = tree.leaf_paths(state.held("params")) if any(self._plan.state_names) else []
+        self._opt_states = optimizer.leaf_states(opt_state, state.held_params)
+        paths = tree.leaf_paths(state.held_params) if self._plan.keeps else []
         known = [state.sync_state.leaves[path] for path in paths] or [{} for _ in work.leaves]
         old = Old([x.detach() for x in work.leaves], known, self._axis.size)
         self._old = replace(old, may_overwrite=work.donate and may_be_written_to(hook.written(old), opt_state))
@@ -367,6 +368,6 @@ class UpdateThenSend(Completion):
             finish()
 
     def result(self) -> BackwardResult:
-        spec = tree.flatten(params := self._work.state.held("params"))[1]
+        spec = tree.flatten(params := self._work.state.held_params)[1]
         opt_state = self._hook.held(advanced(self._opt_state), self._axis)
         return BackwardResult(None, self._states_after(params), tree.unflatten(spec, self._params), opt_state)

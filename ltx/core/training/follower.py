@@ -83,8 +83,8 @@ class Follower:
         """The module shows `state`, whose parameters are in other memory than those that it shows if `moved`."""
         if self.ended or private.in_transform():
             return
-        buffers = (state.held("buffers"), self.buffers)
-        parts = ((state.held("params"), self._params), (state.frozen, self._params), buffers) if moved else (buffers,)
+        buffers = (state.held_buffers, self.buffers)
+        parts = ((state.held_params, self._params), (state.frozen, self._params), buffers) if moved else (buffers,)
         for path, value, own in ((*pair, own) for part, own in parts if own for pair in tensors_by_path(part)):
             if (x := own.get(path)) is not None and x.shape != value.shape:
                 self.spoil(_SHAPES.format(self.kind))
@@ -115,7 +115,7 @@ class Follower:
         if same and [*map(_FLAGS, self._own)] == self._flags:
             return
         there = {id(x) for x in self._module.parameters()}
-        parts = (state.held("params"), state.frozen, state.held("buffers"))
+        parts = (state.held_params, state.frozen, state.held_buffers)
         values = {path: value for part in parts if part for path, value in tensors_by_path(part)}
         for i, (path, flag) in enumerate(zip(self._paths, self._flags, strict=True)):
             x = self._own[i]
@@ -149,7 +149,7 @@ class Follower:
 
 def follow(train: Any, module: torch.nn.Module, state: TrainState) -> TrainState:
     """`state`, made of the parameters of `module`, with the module following it."""
-    state.__dict__["module"] = Follower(module, state.held("params"), state.held("buffers"))
+    state.__dict__["module"] = Follower(module, state.held_params, state.held_buffers)
     if train in _compiled:
         state.module.spoil(_COMPILED.format(state.module.kind))
     return state

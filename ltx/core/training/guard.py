@@ -270,7 +270,7 @@ def next_state(
     """The next state, and the metrics that follow from it."""
     if (norm := grad_norm(updated.opt_state)) is not None:
         metrics = replace(metrics, grad_norm=norm.clone())  # the next step may write into this tensor
-    loss_scale: Any = state.held("loss_scale")
+    loss_scale: Any = state.held_loss_scale
     if finite is not None and checks_finite(train):
         skipped = torch.logical_not(torch.as_tensor(finite, device=metrics.loss.device))
         metrics = replace(metrics, skipped=skipped)

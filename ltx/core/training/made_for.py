@@ -94,14 +94,14 @@ def _differences(train: Any, state: TrainState) -> Iterator[tuple[str, str, str]
             replicated = own.layout.params == "replicated"
             has = "ranks have equal parameters" if replicated else "each rank has parameters of its own"
             yield "strategy", was.strategy, f"{own!r}, with which {has}"
-        elif _shapes(train.step.init(state.trained).leaves) != _shapes(state.held("sync_state").leaves):
+        elif _shapes(train.step.init(state.trained).leaves) != _shapes(state.held_sync_state.leaves):
             yield "strategy", was.strategy, f"{own!r}, which keeps other tensors of each parameter"
         elif was.opt_state != own.layout.opt_state or type(first()) is not type(state.opt_state):
             yield "strategy", was.strategy, f"{own!r}, with other parts of the optimizer's state on each rank"
     # It fits if its classes are those that the state was made for, and it keeps tensors of the same names and shapes.
     whole = was.opt_state != own.layout.opt_state  # the state of ZeRO has other shapes
     if repr(train.optimizer) != was.optimizer[1] and not (
-        kind_of(train.optimizer) == was.optimizer[0] and (whole or _shapes(first()) == _shapes(state.held("opt_state")))
+        kind_of(train.optimizer) == was.optimizer[0] and (whole or _shapes(first()) == _shapes(state.held_opt_state))
     ):
         yield "optimizer", was.optimizer[1], repr(train.optimizer)
     out = left_out(train.trainable, _paths(state))
@@ -119,7 +119,7 @@ def _shapes(part: Tree) -> list[tuple[str, torch.Size]]:
 
 def _paths(state: TrainState) -> list[str]:
     """The paths of all parameters, trained and frozen."""
-    return tree.leaf_paths(state.held("params"), with_none=True)
+    return tree.leaf_paths(state.held_params, with_none=True)
 
 
 # --- adopt -----------------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def adopted(train: Any, state: TrainState, params: Literal["mean", "rank0"]) -> 
     # Ranks may have parameters, and then moments, of their own.
     equal = partial(_made_equal, axis=axis, mean=params == "mean")
     whole = state.params if was.params == "replicated" else equal(state.params)
-    opt_state = state.held("opt_state")
+    opt_state = state.held_opt_state
     opt_state = opt_state if was.opt_state == "replicated" else equal(opt_state)
     # By requires_grad=False when the state was made, which its tensors don't show.
     now_out = left_out(train.trainable, _paths(state))
@@ -148,10 +148,10 @@ def adopted(train: Any, state: TrainState, params: Literal["mean", "rank0"]) -> 
     fresh = replace(train, trainable=lambda path: path not in out)
     new = fresh.gather(fresh.init(whole))
     kept = {} if new.layout.optimizer[0] != was.optimizer[0] else _by_path(opt_state)
-    sync_state = new.held("sync_state")
+    sync_state = new.held_sync_state
     if new.layout.strategy == was.strategy and not was.copies_of:
-        leaves_kept = _with_values(sync_state.leaves, _by_path(state.held("sync_state").leaves))
-        sync_state = replace(sync_state, leaves=leaves_kept, step=state.held("sync_state").checked_step())
+        leaves_kept = _with_values(sync_state.leaves, _by_path(state.held_sync_state.leaves))
+        sync_state = replace(sync_state, leaves=leaves_kept, step=state.held_sync_state.checked_step())
     scale, old_scale = new.loss_scale, state.loss_scale
     alike = tree.flatten(scale)[1] == tree.flatten(old_scale)[1]
     following = replace(
@@ -166,12 +166,12 @@ def adopted(train: Any, state: TrainState, params: Literal["mean", "rank0"]) -> 
             left_out=tuple(sorted(now_out)),
             adopted=f"parameters {'unchanged' if was.params == 'replicated' else f'are the {params} of all ranks'}, "
             f"optimizer state {'kept' if kept else 'new'}, communication state "
-            f"{'new' if sync_state is new.held('sync_state') else 'kept'}",
+            f"{'new' if sync_state is new.held_sync_state else 'kept'}",
         ),
     )
-    steps = following.held("sync_state").step
+    steps = following.held_sync_state.step
     following = counted(following, state.step, updates_of(state) if kept else 0)
-    return replace(following, sync_state=replace(following.held("sync_state"), step=steps))
+    return replace(following, sync_state=replace(following.held_sync_state, step=steps))
 
 
 def _made_equal(part: Tree, axis: Any, mean: bool) -> Tree:

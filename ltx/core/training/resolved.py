@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ltx.core.base import tree
-from ltx.core.gradients.comm_hook import CommHook, shared_part, stateful_hook
+from ltx.core.gradients.comm_hook import CommHook, shared_part
 from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.planning import Plan
 from ltx.core.optim.base import Prepared
@@ -50,7 +50,7 @@ class Resolved:
         post_update_hook: communicates each bucket after the optimizer, if that is possible.
         ahead: the host runs ahead of a device, so it shouldn't read values.
         lasts: the strategy answers the same at the next step, and has nothing to begin in it.
-        plan: the plan of buckets, once a step has made it. within: as :attr:`ltx.core.transforms.run.Run.within`.
+        plan: the plan of buckets, once a step has made it. within, nodes: as in :class:`ltx.core.transforms.run.Run`.
         prepared: the optimizer's update in place of these parameters, if it has a faster one.
     """
 
@@ -67,6 +67,7 @@ class Resolved:
     lasts: bool
     plan: Plan | None = None
     within: Axis | None = None
+    nodes: int | None = None
     prepared: Prepared | None = None
 
     def holds(self, axis: Axis, step: int) -> bool:
@@ -77,16 +78,16 @@ class Resolved:
 
     def after(self, state: TrainState, run: Run) -> Resolved | None:
         """The answers for the `state` that this step has made, in which `run` was the call of the user's step."""
-        if not self.lasts or state.held("sync_state").leaves:
+        if not self.lasts or state.held_sync_state.leaves:
             return None
-        schedule, params = run.schedule, state.held("params")
+        schedule, params = run.schedule, state.held_params
         plan = schedule.plan if isinstance(schedule, ProcessSchedule) else None
         if plan is not None and (
-            stateful_hook(plan.hook) or sum(map(len, map(attrgetter("members"), plan.buckets))) < len(self.leaves)
+            plan.stateful or sum(map(len, map(attrgetter("members"), plan.buckets))) < len(self.leaves)
         ):
             return None
         leaves, spec, prepared = self.leaves, self.spec, self.prepared
-        if prepared is not None and params is self.params and plan is self.plan:
+        if prepared is not None and params is self.params and plan is self.plan and run.nodes == self.nodes:
             return self
         if prepared is None or params is not self.params:
             leaves, spec = tree.flatten(params)
@@ -94,14 +95,9 @@ class Resolved:
                 return None
             if spec != self.spec or [*map(_KIND, leaves)] != [*map(_KIND, self.leaves)]:
                 return None
-            prepared = Prepared.of(self.train.optimizer, params, state.held("opt_state")) if self.train.donate else None
-        return replace(self, params=params, leaves=leaves, spec=spec, plan=plan, within=run.within, prepared=prepared)
-
-
-def resolved_before(train: Any, state: TrainState) -> Resolved | None:
-    """The answers that `state` carries, if it is as the last step of `train` has left it."""
-    found: Resolved | None = state.resolved
-    return found if found is not None and found.train is train else None
+            prepared = Prepared.of(self.train.optimizer, params, state.held_opt_state) if self.train.donate else None
+        given = replace(self, params=params, leaves=leaves, spec=spec, prepared=prepared)
+        return replace(given, plan=plan, within=run.within, nodes=run.nodes)
 
 
 def resolve(train: Any, params: Tree, leaves: list[torch.Tensor], spec: Any, info: StepInfo) -> Resolved:

@@ -100,7 +100,7 @@ class Step:
                 updated = self.update(done, states, finite)
                 sync, rates = self.next_sync(updated), None
                 if not traced.recording():
-                    rates = Rates(train.step.strategy.rates(train.optimizer, state.held("opt_state"), self.info.axis))
+                    rates = Rates(train.step.strategy.rates(train.optimizer, state.held_opt_state, self.info.axis))
                 metrics = Metrics(loss, aux, rates=rates)
                 following, metrics = next_state(train, state, updated, buffers, sync, metrics, finite)
                 self.commit(updated, following, metrics)
@@ -117,7 +117,7 @@ class Step:
             params, after = check_next(strategy, "after_update", got, done.params, states)
             return Updated(params, done.opt_state, after, self.pending)
         with comm.span("update"):
-            opt_state = state.held("opt_state")
+            opt_state = state.held_opt_state
             grads = tree.unflatten(self.spec, done.grads)
             faster = None if self.prepared is None else (self.prepared, grads, [*done.grads])
             done.grads.clear()  # leave the only references to the optimizer, which can free them
@@ -127,9 +127,9 @@ class Step:
 
     def called(self, given: Tree, options: CallOptions, calls: Any = None) -> tuple[Run, Outputs]:
         """The call of the user's step on the parameters `given`. `calls`: a context that records functional calls."""
-        buffers = self.state.held("buffers")
+        buffers = self.state.held_buffers
         arguments = arguments_of(given, buffers, self.batch)
-        with calls or nullcontext():
+        with calls or comm.NOTHING:
             run = self.train.step.run(arguments, self.batch.named, options)
         outputs = outputs_of(run, buffers, self.train.has_aux, self.detached)
         if isinstance(outputs.loss, Weighted):
@@ -177,12 +177,12 @@ class Step:
 
 
 @contextmanager
-def uninterrupted(wanted: bool) -> Iterator[None]:
-    """Delay signals to the end of the block, if `wanted`: their handlers may raise, as those of Ctrl-C and alarms.
+def uninterrupted() -> Iterator[None]:
+    """Delay signals to the end of the block: their handlers may raise, as those of Ctrl-C and alarms.
 
     It has an effect only in the main thread, which handles signals.
     """
-    if not wanted or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     came: dict[int, FrameType | None] = {}
@@ -262,7 +262,7 @@ class EagerStep(Step):
 
         The mean is None where it comes with the step summary, or needn't be communicated.
         """
-        train, strategy, sync = self.train, self.train.step.strategy, self.state.held("sync_state")
+        train, strategy, sync = self.train, self.train.step.strategy, self.state.held_sync_state
         leaves = self.leaves
         if train.donate and not self.resolved.late and sync.leaves:
             # The optimizer writes to the parameters, and one tensor may be a parameter and communication state too.
@@ -275,8 +275,8 @@ class EagerStep(Step):
         given = tree.unflatten(self.spec, leaves)
         if sync_leaves or (not self.resolved.lasts and stateful(strategy)):
             given = Synced(given, replace(sync, leaves=tree.unflatten(sync_spec, sync_leaves)))
-        flat, within = (leaves, self.spec), self.resolved.within
-        options = CallOptions(True, self.info.step, hook, self.state.frozen, flat, plan, within)
+        flat, of_call = (leaves, self.spec), (plan, self.resolved.within, self.resolved.nodes)
+        options = CallOptions(True, self.info.step, hook, self.state.frozen, flat, *of_call)
         with comm.span("forward"), torch.enable_grad():
             run, (loss, buffers, aux) = self.called(given, options, self._calls.recorded())
         if self.in_place and not (buffers is aux is None):  # outputs mustn't change with the parameters
@@ -284,10 +284,9 @@ class EagerStep(Step):
         total, weight = loss.checked() if isinstance(loss, Weighted) else (loss, None)
         asked = run.mean and weight is None and (run.local or run.within is not None)
         mean = run.averaged(total.detach()) if asked else None
-        factor, ahead = loss_scale_of(train, self.state), self.resolved.ahead
-        if factor is None:
-            factor = 1.0
-        elif isinstance(factor, torch.Tensor) and not ahead:
+        scale = None if train.step.precision is None else loss_scale_of(train, self.state)
+        factor, ahead = 1.0 if scale is None else scale, self.resolved.ahead
+        if isinstance(factor, torch.Tensor) and not ahead:
             factor = float(factor)
         look, unused = probes if self._checks and not ahead else None, dict[int, str]()
         if self.state.step == 0:
@@ -302,12 +301,13 @@ class EagerStep(Step):
     def _backward(self, work: Backward, schedule: ProcessSchedule) -> tuple[BackwardResult, torch.Tensor]:
         """Run the backward pass, which launches the buckets' programs. Returns (buckets' results, mean loss)."""
         total, weight, name = work.total, work.weight, f"step {self.state.step}"
-        try:
-            comm.read_last_summary(schedule.among)
-        except LtxError as error:  # the host has run ahead of the device, and an earlier step failed there
-            if not isinstance(error, WeightError):  # after a WeightError that step has changed nothing
-                incomplete(self.state, error)
-            raise
+        if (among := schedule.pending.among).unread is not None:
+            try:
+                comm.read_last_summary(among)
+            except LtxError as error:  # the host has run ahead of the device, and an earlier step failed there
+                if not isinstance(error, WeightError):  # after a WeightError that step has changed nothing
+                    incomplete(self.state, error)
+                raise
         if not self.state.of_step and self.train.step.strategy.layout.params == "replicated":
             schedule.unreduced = lambda: "made by the program (dataclasses.replace, ltx.tree.map, a checkpoint)"
         schedule.send_summary(name, total.detach(), 1.0 if weight is None else weight, self._checks)
@@ -355,7 +355,7 @@ class EagerStep(Step):
             self._work.report_unused(shared or self.info.axis.size == 1)
         # A signal that comes while tensors are updated in place is handled after the step. If its handler raises, the
         # caller doesn't get the result, so the state object itself becomes the next state.
-        return uninterrupted(self.in_place)
+        return uninterrupted() if self.in_place else comm.NOTHING
 
     def _about_to_write(self) -> None:
         self._written, self._before = Written.PERHAPS, self._versions
@@ -365,18 +365,18 @@ class EagerStep(Step):
     def _versions(self) -> list[int]:
         """The version counters of the tensors that the optimizer writes to."""
         counts_first = isinstance(self.train.optimizer, TorchOptimizer)  # it counts on parameters, before any write
-        states = [] if counts_first else tree.flatten(self.state.held("opt_state"))[0]
+        states = [] if counts_first else tree.flatten(self.state.held_opt_state)[0]
         return [*map(attrgetter("_version"), (*self.leaves, *states))]
 
     def next_sync(self, updated: Updated) -> SyncState:
-        sync: SyncState = self.state.held("sync_state")
+        sync: SyncState = self.state.held_sync_state
         return sync.advanced(updated.states, self.info.step)
 
     def commit(self, updated: Updated, following: TrainState, metrics: Metrics) -> None:
         state = self.state
         carried = self.resolved.after(following, self._work.run)
         following.__dict__.update(of_step=True, made_by=self.train, resolved=carried, module=state.module)
-        with uninterrupted(updated.finish is not None):
+        with comm.NOTHING if updated.finish is None else uninterrupted():
             if updated.finish is not None:
                 state.begin_writing()
                 updated.finish()
@@ -390,7 +390,7 @@ class EagerStep(Step):
                 else:
                     module.shows = following.lease
             if self.train.donate:
-                hand_over(state, following.unseen(), self.seen)
+                hand_over(state, following, self.seen)
 
     def failed(self, done: BackwardResult, error: BaseException) -> None:
         state = self.state

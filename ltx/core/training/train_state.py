@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -26,9 +27,9 @@ from ltx.core.optim.base import advanced, all_of
 from ltx.core.transforms.strategy_update import StateLayout
 from ltx.typing import Tree
 
-# The parts that hold tensors. An instance holds them under names with an underscore; properties read them.
+# The parts that hold tensors. Properties read them, and note that; an instance holds each as "held_" and its name.
 _PARTS = ("params", "buffers", "opt_state", "sync_state", "loss_scale")
-_HELD = tuple(f"_{name}" for name in _PARTS)
+_HELD = tuple(f"held_{name}" for name in _PARTS)
 
 # The parts that steps write to.
 _WRITTEN = ("params", "opt_state", "sync_state")
@@ -118,19 +119,25 @@ class TrainState(Readable):
     of_step: bool = field(default=False, init=False, repr=False)
     made_by: Any = field(default=None, init=False, repr=False)
     resolved: Any = field(default=None, init=False, repr=False)
+    #: The parts of an instance, read without noting it in :attr:`seen`.
+    held_params: ClassVar[Tree]
+    held_buffers: ClassVar[Tree]
+    held_opt_state: ClassVar[Tree]
+    held_sync_state: ClassVar[Any]
+    held_loss_scale: ClassVar[Any]
 
     def __post_init__(self) -> None:
         if self.frozen is not None:
-            given = self.__dict__["_params"]
+            given = self.held_params
             frozen = tree.masked(tree.filled(given, self.frozen), self.frozen)  # Dynamo can't flatten None alone
-            object.__setattr__(self, "_params", tree.masked(given, self.frozen, there=False))
+            object.__setattr__(self, "held_params", tree.masked(given, self.frozen, there=False))
             object.__setattr__(self, "frozen", frozen)
 
     @property
     def trained(self) -> Tree:
         """The parameters that are trained, with None in the places of frozen ones."""
         self._look_at("params")
-        return self.__dict__["_params"]
+        return self.held_params
 
     def _look_at(self, part: str) -> None:
         """Note that a part was read, so the user may now hold its tensors."""
@@ -204,10 +211,6 @@ class TrainState(Readable):
         self.__dict__["seen"] = ()
         return self
 
-    def held(self, name: str) -> Tree:
-        """A part of the state, read without noting it in :attr:`seen`."""
-        return self.frozen if name == "frozen" else self.__dict__[f"_{name}"]
-
     def donate(self) -> None:
         """Mark this state as donated: from now on reading it raises."""
         self.lease[0] = self.step + 1
@@ -225,7 +228,7 @@ class TrainState(Readable):
         """Mark this state as invalid, because of `what`, when there was an `error`: reading it raises."""
         why = self.lease[0] = self._invalid(f"{what} ({type(error).__name__}: {error})", instead)
         for name in _WRITTEN:
-            self.__dict__.pop(f"_{name}", None)
+            self.__dict__.pop(f"held_{name}", None)
         if self.module is not None and self.module.shows is self.lease:
             self.module.spoil(f"this {self.module.kind} has the tensors of a TrainState, and {why}")
 
@@ -274,7 +277,7 @@ class TrainState(Readable):
             if path not in ("step", "updates"):
                 tensor.copy_(state_dict[path])
         now = counted(self, int(state_dict["step"]), int(state_dict["updates"]))
-        self.__dict__.update({name: getattr(now, name) for name in ("step", "_opt_state", "_sync_state")})
+        self.__dict__.update({name: getattr(now, name) for name in ("step", "held_opt_state", "held_sync_state")})
 
 
 def _of_this_rank(own: list[str], path: str, x: torch.Tensor) -> tuple[str, torch.Tensor]:
@@ -287,7 +290,7 @@ def _of_this_rank(own: list[str], path: str, x: torch.Tensor) -> tuple[str, torc
 
 def _part(name: str) -> property:
     """A property for a part of a state; reading it notes that the user may hold the part's tensors."""
-    held = f"_{name}"
+    held = f"held_{name}"
 
     def read(state: TrainState) -> Any:
         state._look_at(name)
@@ -375,13 +378,15 @@ def hand_over(state: TrainState, following: TrainState, seen: Sequence[str]) -> 
 
     `seen`: the parts of `state` whose tensors the user may hold references to.
     """
-    written = [x for name in seen if name in _WRITTEN for x in tree.flatten(state.held(name))[0]]
-    leaves = [x for x in written if isinstance(x, torch.Tensor)]
-    held = {id(x): x for x in leaves}  # one tensor may be parameter and communication state
+    following.__dict__["seen"] = ()
+    written = [tree.flatten(getattr(state, f"held_{name}"))[0] for name in _WRITTEN if name in seen] if seen else ()
+    # one tensor may be parameter and communication state
+    held = {id(x): x for x in chain(*written) if isinstance(x, torch.Tensor)} if written else {}
     state.donate()
     if held:
-        apart = {name: tree.map(lambda x: x.detach() if id(x) in held else x, following.held(name)) for name in _PARTS}
-        following.__dict__.update({f"_{name}": part for name, part in apart.items()}, resolved=None)
+        parts = {name: getattr(following, name) for name in _HELD}
+        apart = {name: tree.map(lambda x: x.detach() if id(x) in held else x, part) for name, part in parts.items()}
+        following.__dict__.update(apart, resolved=None)
         give_away(
             held.values(),
             f"this tensor was read off the TrainState of step {state.step}, and that state was donated to the step "

@@ -35,7 +35,7 @@ from ltx.core.training.outputs import Batch, as_loss, check_call, unshared
 from ltx.core.training.parameters import Trainable, split, taken_from
 from ltx.core.training.pure_step import PureStep
 from ltx.core.training.replicas import check_replicas, warn_of_equal_batches
-from ltx.core.training.resolved import resolve, resolved_before
+from ltx.core.training.resolved import resolve
 from ltx.core.training.settings import (
     TrainSettings,
     check_devices,
@@ -245,28 +245,29 @@ class TrainStep(TrainSettings):
                 "would be zeros. Call it outside of that mode; torch.no_grad() around it does no harm."
             )
         state.check_whole(training=True)
-        params, resolved = state.held("params"), resolved_before(self, state)
-        if resolved is None:
+        params, resolved = state.held_params, state.resolved
+        if resolved is None or resolved.train is not self:
+            resolved = None
             check_made_for(self, state)
         leaves, spec = tree.flatten(params) if resolved is None else (resolved.leaves, resolved.spec)
-        buffers, transforming = state.held("buffers"), is_transforming()
+        buffers, transforming = state.held_buffers, is_transforming()
         if not transforming and torch.is_grad_enabled():
             # Somebody may differentiate the next state. If the step reuses memory, the batch doesn't count.
             given = () if self.donate and not in_step.get() else batch
             read = [] if resolved is not None else leaves  # nobody has had them, to set requires_grad
             others = () if buffers is None and not given else tree.flatten((buffers, given))[0]
-            transforming = requires_grad([*read, *others])
+            transforming = bool(read or others) and requires_grad([*read, *others])
         if transforming:
             return PureStep.of(self, state, batch).run()
         # read `seen` now, since the comparison looks at the state too
         axis, seen = comm.resolve(self.step.axis), state.seen
-        if resolved is not None and not resolved.holds(axis, state.held("sync_state").step):
+        if resolved is not None and not resolved.holds(axis, state.held_sync_state.step):
             resolved = None
         if HandedIn.messages is not None and not in_step.get():
             HandedIn.messages.step_begins(state, *batch)
         if resolved is None or self.check_every is not None:
             self._compare(state, axis, batch)
-        sync = state.held("sync_state")
+        sync = state.held_sync_state
         strategy, info = self.step.strategy, StepInfo(sync.checked_step() if resolved is None else sync.step, axis)
         resolved = resolved or resolve(self, params, leaves, spec, info)
         pending, begun = state.pending, False

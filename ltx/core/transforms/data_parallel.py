@@ -91,8 +91,10 @@ class DataParallel(StepSettings):
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions = PLAIN_CALL) -> Run:
         """Call the step on marked parameters and tie its output."""
-        step, recorded = options.step, traced.recording()
-        params, sync_state = self._params_of(args) if step is None else self.params_of(args)
+        step, again = options.step, options.plan is not None
+        recorded = not again and traced.recording()
+        if not again:
+            params, sync_state = self._params_of(args) if step is None else self.params_of(args)
         leaves, spec = options.flat or tree.flatten(params)
         if options.plan is not None:
             marked, local, within = mark_again(options.plan, leaves), False, options.within
@@ -114,6 +116,7 @@ class DataParallel(StepSettings):
         places, values = ([self.argnums], [given]) if isinstance(self.argnums, int) else (self.argnums, given)
         args = tuple(at_places(args, places, values))
         own: Sequence[torch.Tensor] = ()
+        made: int | None = None
         if recorded:
             output = self.fn(*args, **kwargs)
         else:
@@ -121,22 +124,26 @@ class DataParallel(StepSettings):
                 token, before = in_step.set(True), private.nodes_made()
                 keep(given)
                 try:
-                    with look_at_modules(self.fn, tensors_in_place, lambda: leaves) as first:
+                    looked = comm.NOTHING if again else look_at_modules(self.fn, tensors_in_place, lambda: leaves)
+                    with looked as first:
                         output = self.fn(*args, **kwargs)
                 finally:
                     in_step.reset(token)
                 if not private.in_transform():  # side effects
                     held, made = (marked.leaves, args, kwargs), private.nodes_made() - before
-                    if marked.schedule or (first and options.deferred):  # a train step of one rank has no schedule
-                        refuse_captured(self.fn, output, held, made, options.deferred)
-                    own = own_leaves(self.fn, output, marked.leaves, held, made)
+                    if made != options.nodes:
+                        if marked.schedule or (first and options.deferred):  # a train step of one rank has no schedule
+                            refuse_captured(self.fn, output, held, made, options.deferred)
+                        own = own_leaves(self.fn, output, marked.leaves, held, made)
         if options.deferred and not options.step:
             refuse_backward(leaves, marked.inputs and marked.schedule)
         refuse_gradients(output, leaves, spec)
         if marked.inputs is not None and options.step is None:
             output = reaching(output, marked.leaves)
         mean = self.outputs == "mean" and not self.blocked
-        return Run(marked.tied(output), self.axis, marked.schedule, mean, local, within, marked.inputs, own)
+        output = output if marked.tie is None else marked.tied(output)
+        of_pass = marked.inputs, own, None if own else made
+        return Run(output, self.axis, marked.schedule, mean, local, within, *of_pass)
 
     def params_of(self, args: tuple[Any, ...]) -> tuple[Tree, SyncState | None]:
         """The parameters among the arguments of a call, and the communication state that came with them."""

@@ -203,8 +203,8 @@ def _look_at_trace_time(module: nn.Module) -> tuple[bool, tuple[str, ...]]:
 def _merged(given: Any) -> dict[str, torch.Tensor]:
     if hasattr(given, "params") and hasattr(given, "buffers"):  # a train state
         given = given.params if given.buffers is None else (given.params, given.buffers)
-    dicts = [given] if isinstance(given, Mapping) else given
-    if not isinstance(dicts, Sequence) or not all(isinstance(d, Mapping) for d in dicts):
+    dicts = [given] if (one := isinstance(given, Mapping)) else given
+    if not (one or (isinstance(dicts, Sequence) and all(isinstance(d, Mapping) for d in dicts))):
         raise TreeError(f"functional_call takes a dict of tensors or a tuple of such dicts, got {brief(given)}.")
     merged: dict[str, torch.Tensor] = {}
     for part in dicts:
@@ -257,7 +257,7 @@ class Swap:
         self._values: dict[str, torch.Tensor | None] = {}  # as :func:`_value` of these
         self._own: dict[str, torch.Tensor] = {}
         # Tensors that are other attributes of the module aren't kept in a dict of it.
-        self._attributes, self._others = NamedMemberAccessor(members.module), dict[str, torch.Tensor]()
+        self._others = {name: tensors[name] for name in others} if (others := tensors.keys() - members.slots) else {}
         self._kept = dict(first)  # as `first`, of the last checkpoint
 
     @classmethod
@@ -265,20 +265,18 @@ class Swap:
         cls, module: nn.Module, given: dict[str, Any], what: str, tie_weights: bool = True, returns: bool = False
     ) -> Swap:
         """What a call puts into a module: the `given` tensors, and copies of those that are buffers."""
-        members = Members(module, what)
+        members, copies, first = Members(module, what), dict[str, torch.Tensor](), dict[str, Kept]()
         copied: dict[int, torch.Tensor] = {}  # a buffer with several names has one copy
-        copies = {
-            buffer.path: copied.setdefault(id(x), _copied(x))
-            for buffer in members.buffers
-            if isinstance(x := given.get(buffer.path), torch.Tensor)
-        }
-        tensors = members.untied({**given, **copies}, tie_weights)
-        swap = cls(members, tensors, {name: (x, version_of(x), given[name]) for name, x in copies.items()})
-        kept = {} if returns else copies
-        swap._values = {name: _value(x, given[name], module.training) for name, x in kept.items()}
+        for buffer in members.buffers:
+            if isinstance(x := given.get(buffer.path), torch.Tensor):
+                copies[buffer.path] = copy = copied.setdefault(id(x), _copied(x))
+                first[buffer.path] = copy, version_of(copy), x
+        swap = cls(members, members.untied({**given, **copies} if copies else given, tie_weights), first)
+        for name, (copy, _, x) in {} if returns else first.items():
+            swap._values[name] = _value(copy, x, module.training)
         for name in members.hooked:
-            x, (kept_in, key) = tensors.get(name), members.slots[name]
-            if x is not None and x.is_leaf and x is not kept_in[key]:
+            put, (kept_in, key) = swap.tensors.get(name), members.slots[name]
+            if put is not None and put.is_leaf and put is not kept_in[key]:
                 raise StepError(hooked_text(f"{what}: parameter {name!r} of {type(module).__name__}"))
         return swap
 
@@ -289,7 +287,10 @@ class Swap:
         """The values of the given buffers after the call. Raises if what it wrote to one would be lost."""
         after, self._after = self._after, {}  # one may be the output itself, whose graph mustn't hold it
         members, name = self.members, type(self.members.module).__name__
-        own_written([b for b in members.buffers if b.path not in self.tensors], name, tensors_in_place)
+        if members.buffers:
+            own_written([b for b in members.buffers if b.path not in self.tensors], name, tensors_in_place)
+        if not self.first:
+            return {}
         if returns:
             # If the module itself called requires_grad_() on a copy, that is a leaf, and no gradient may go on from it.
             return {name: x.detach() if x.is_leaf and x.requires_grad else x for name, x in after.items()}
@@ -306,10 +307,10 @@ class Swap:
             )
         return {}
 
-    def put(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def put(self) -> None:
+        self._exchange()
         slots = self.members.slots
-        self._others, _ = self._attributes.swap_tensors_dict({k: x for k, x in tensors.items() if k not in slots})
-        for name, tensor in tensors.items():
+        for name, tensor in self.tensors.items():
             if name in slots:
                 kept_in, key = slots[name]
                 self._own[name] = kept_in[key]
@@ -322,8 +323,12 @@ class Swap:
             kept_in, key = self.members.slots[name]
             found[name] = kept_in.get(key)
             kept_in[key] = tensor
-        self._attributes.swap_tensors_dict(self._others)
+        self._exchange()
         return found
+
+    def _exchange(self) -> None:
+        if self._others:
+            self._others, _ = NamedMemberAccessor(self.members.module).swap_tensors_dict(self._others)
 
     def given(self, name: str) -> torch.Tensor:
         """What the call was given; of a buffer the module got a copy."""
@@ -342,7 +347,7 @@ class Swap:
         """Put the tensors into the module for the block, then put its own tensors back."""
         token = placed.set((*placed.get(), self))
         try:
-            self.put(self.tensors)
+            self.put()
             yield
         finally:
             placed.reset(token)
@@ -486,7 +491,8 @@ class Calls:
             _passes.reset(token)
 
     def begin(self, _: Any = None) -> None:
-        self._end()
+        if self._handle is not None:
+            self._end()
         self._owned, self._handle = True, register_module_forward_pre_hook(self._called)
 
     def _begin(self, _: Any) -> None:
@@ -544,7 +550,7 @@ class Calls:
             raise StepError(_called_again(which, f"has written to its buffer {written!r} since", _CHECKPOINT))
         again = swap.anew({name: (x, -1, value) for name, (x, _, value) in swap.first.items()})
         self.placed.append(again)
-        again.put(again.tensors)
+        again.put()
 
     def _look(self) -> None:
         """Find the parts of modules, and those with several sets. A part that got no tensor has its own in its set."""

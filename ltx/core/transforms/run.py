@@ -159,6 +159,7 @@ class CallOptions(NamedTuple):
     #: The plan of an earlier call, whose hook has no state, if all that it follows from is as it was; and its `within`.
     plan: Plan | None = None
     within: Axis | None = None
+    nodes: int | None = None  # a graph of so many nodes was looked at, and leads to no leaves beside the parameters
 
 
 PLAIN_CALL = CallOptions()
@@ -176,9 +177,8 @@ class Marked(NamedTuple):
     as_given: bool = False  # whether `leaves` are those of the call; a graph can't ask for a list's identity
 
     def tied(self, output: Any) -> Any:
-        """`output` with its floating and complex tensors tied."""
-        if self.tie is None:
-            return output
+        """`output` with its floating and complex tensors tied, if there is a :attr:`tie`."""
+        assert self.tie is not None
         leaves, spec = tree.flatten(output)
         ties = _floating(leaves)
         if not (traced.recording() or private.in_transform()):
@@ -229,6 +229,7 @@ class Run(NamedTuple):
     inputs: list[torch.Tensor] | None  # as in :class:`Marked`
     #: Leaves beside the parameters, for whose gradients a backward pass is asked too (closure_check.own_leaves).
     own: Sequence[torch.Tensor] = ()
+    nodes: int | None = None  # how many nodes the step has made, if it leads to no such leaves
 
     def value(self) -> Any:
         """The value that the caller of the step gets."""

@@ -228,7 +228,8 @@ def check_updated(strategy: Any, got: Any, update: Update, states: States) -> Up
     if not isinstance(got, Updated):
         raise _other(strategy, "update", got, "an ltx.strategies.Updated(params, opt_state, states)")
     # A plain `update` has checked the result of after_update already.
-    if not ((_same(got.params, update.params) and _same(got.states, states)) or strategy.updates_in_buckets):
+    as_given = not traced.recording() and got.params is update.params and got.states is states
+    if not (as_given or strategy.updates_in_buckets):
         check_next(strategy, "update", (got.params, got.states), update.params, states)
     return got
 
@@ -238,9 +239,10 @@ def check_next(strategy: Any, method: str, got: Any, params: Tree, states: State
     if not (isinstance(got, tuple) and len(got) == 2 and isinstance(got[1], dict)):
         raise _other(strategy, method, got, "(params, states), states a dict by path")
     found, after = got
-    if not _same(after, states):
+    eager = not traced.recording()  # Dynamo can't ask for the identity of dicts in torch 2.11
+    if not (eager and after is states):
         _check_states(strategy, method, after, params, states)
-    if _same(found, params):
+    if eager and found is params:
         return found, after
     before, now = tree.flatten(params)[0], tree.flatten(found)[0]
     if len(before) != len(now) or tree.leaf_paths(params) != tree.leaf_paths(found):
@@ -255,11 +257,6 @@ def check_next(strategy: Any, method: str, got: Any, params: Tree, states: State
                 f"{tree.leaf_paths(params)[place]!r}, which is {tree.describe(x)}. Return its shape and dtype."
             )
     return found, after
-
-
-def _same(x: Any, y: Any) -> bool:
-    """Whether they are known to be one object: Dynamo can't compare two dicts in torch 2.11."""
-    return not traced.recording() and x is y
 
 
 def _check_states(strategy: Any, method: str, after: States, params: Tree, states: States) -> None:

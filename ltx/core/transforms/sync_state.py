@@ -154,7 +154,7 @@ def states_after(
 ) -> dict[str, LeafState]:
     """The next communication state by path: `states` of the plan's leaves, and the rest unchanged from `before`."""
     entries = {path: dict(entry) for path, entry in before.items()}
-    if any(plan.state_names):
+    if plan.keeps:
         paths = tree.leaf_paths(params)
         for member, state in states.items():
             if state:

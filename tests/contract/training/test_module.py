@@ -57,7 +57,7 @@ def begun(strategy: Any = None, **options: Any) -> tuple[Net, Any, Any]:
 
 def held(state: Any) -> dict[str, Tensor]:
     """The state's values; nobody reads the state by that."""
-    parts = (state.held("params"), state.frozen or {}, state.held("buffers") or {})
+    parts = (state.held_params, state.frozen or {}, state.held_buffers or {})
     return {name: x.detach().clone() for part in parts for name, x in part.items() if x is not None}
 
 

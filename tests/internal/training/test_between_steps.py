@@ -22,6 +22,7 @@ import ltx
 from tests.kinds import Ranks
 
 ADAMW = ltx.optim.from_torch(torch.optim.AdamW, lr=0.05)
+OWN = torch.nn.Parameter(torch.ones(()))
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
@@ -51,6 +52,7 @@ def loss(params: dict[str, Tensor], x: Any) -> Any:
     x = x["x"] if isinstance(x, dict) else x
     hidden = torch.tanh(x.to(params["w"].dtype) @ params["w"]) @ params["v"] + params["b"]
     total = hidden.square().mean()
+    total = total * OWN if len(x) == 5 else total
     return ltx.Weighted(total * len(x), len(x)) if len(x) == 3 else total
 
 
@@ -155,6 +157,7 @@ ROWS = {
     "a guard from now on": Row(train=lambda t: another(t, guard="raise")),
     "a batch of another length": Row(batch=lambda x: x[:2], carried=True),
     "a batch of another structure": Row(batch=lambda x: {"x": x}, carried=True),
+    "a batch with which another parameter is used": Row(batch=lambda x: torch.cat([x, x[:1]]), carried=True),
     "a batch of another dtype": Row(batch=Tensor.double, carried=True),
     "a weighted loss": Row(batch=lambda x: x[:3], carried=True),
     "a batch that requires grad": Row(batch=Tensor.requires_grad_, carried=True),
@@ -217,7 +220,6 @@ def _in_thread(train: Any, state: Any, x: Tensor) -> Any:
     return got[0]
 
 
-@pytest.mark.full(but=14)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", ROWS)
 def test_a_step_after_a_change(name: str, world: int, ranks: Ranks) -> None:
