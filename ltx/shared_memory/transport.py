@@ -42,7 +42,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import finalize
@@ -51,6 +50,7 @@ import torch
 
 from ltx.core.base import kernel, private
 from ltx.core.base.errors import message_of
+from ltx.core.comm.ledger import NOTHING
 from ltx.core.comm.operations import OPERATIONS
 from ltx.core.comm.transport import TransportWork, open_transports
 from ltx.shared_memory.chunks import CHUNK_BYTES, CUTS, NO_CHUNK, Chunk, Job, in_rank_order, part, sum_of
@@ -70,6 +70,7 @@ WHERE = SUMS + SLOTS  # one for each slot: the byte at which the rank's input be
 FAILED = WHERE + SLOTS  # the length of the text that says why the rank's end has failed; 0 if it hasn't failed
 NOTES = FAILED + _LINE_WORDS  # NOTE_WORDS for each slot
 NOTE_WORDS = 8
+_VIEWS = 256  # how many lists of slots are kept
 REASON = COUNTERS_BYTES // 2  # the byte at which that text begins
 
 # The lock files that this process has locked. Forks share the locks: if a fork released one, the rank would seem dead.
@@ -123,6 +124,7 @@ class SharedMemoryTransport:
         self._sums = [memoryview(segment).cast("d") for segment in segments]
         self._bytes = [torch.frombuffer(segment, dtype=torch.uint8, offset=COUNTERS_BYTES) for segment in segments]
         self._base = self._bytes[rank].data_ptr()
+        self._views: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}  # of all ranks' slots, as they recur
         #: Where the part of the room begins that was never used, and the parts that are used no more, by their size.
         self._untouched, self._unused = ROOM, defaultdict[int, list[int]](list)
         self._begun = 0
@@ -157,8 +159,7 @@ class SharedMemoryTransport:
         self._begun += 1  # this comes first: if it fails on this rank alone, the peers refuse all later chunks
         work = TransportWork(self)
         try:
-            no_grad = torch.no_grad() if torch.is_grad_enabled() else nullcontext()
-            with private.below_transforms(), private.below_modes(), no_grad:
+            with private.below_all(), torch.no_grad() if torch.is_grad_enabled() else NOTHING:
                 out = OPERATIONS[operation].new_result(buffer, self.size)
                 chunks = list(CUTS[operation](Job(buffer, out, arguments, self.rank, self.size)))
         except Exception as error:  # for example without memory; peers would wait for this rank
@@ -198,7 +199,7 @@ class SharedMemoryTransport:
             # A waiting thread may be under transforms and modes, which must not see these bytes. In inference mode the
             # thread may write to all tensors, also to those made in that mode. torch.inference_mode() isn't used: an
             # interrupt, which probably comes here, during a wait, might leave the mode on.
-            with private.below_transforms(), private.below_modes(), private.inference(True):
+            with private.below_all(), private.inference(True):
                 try:
                     while self._empty() or self._reduce() or self._fill():
                         moved = True
@@ -243,11 +244,15 @@ class SharedMemoryTransport:
         self._through[counter] = entry
 
     def _slots(self, entry: _Entry) -> list[torch.Tensor]:
-        start = (entry.place % SLOTS) * CHUNK_BYTES
-        return [self._at(rank, start, entry.chunk) for rank in range(self.size)]
-
-    def _at(self, rank: int, start: int, chunk: Chunk) -> torch.Tensor:
-        return self._bytes[rank][start : start + chunk.numel * chunk.dtype.itemsize].view(chunk.dtype)
+        """The ranks' slots for a chunk. Only :meth:`progress` has these tensors, which are made in inference mode."""
+        kind = slot, numel, dtype = entry.place % SLOTS, entry.chunk.numel, entry.chunk.dtype
+        if (views := self._views.get(kind)) is None:
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
+            start = slot * CHUNK_BYTES
+            views = [each[start : start + numel * dtype.itemsize].view(dtype) for each in self._bytes]
+            self._views[kind] = views
+        return views
 
     def _fill(self) -> bool:
         entry = self._next(FILLED)
@@ -256,23 +261,25 @@ class SharedMemoryTransport:
             return False
         slot, mine = entry.place % SLOTS, self._counters[self.rank]
         mine[TAGS + slot] = entry.tag
-        mine[WHERE + slot] = self._give(entry.chunk, slot * CHUNK_BYTES)
+        mine[WHERE + slot] = self._give(entry)
         for place, number in enumerate(entry.note, NOTES + slot * NOTE_WORDS):
             self._sums[self.rank][place] = number
         self._tell(entry, FILLED)
         return True
 
-    def _give(self, chunk: Chunk, start: int) -> int:
-        """Where this rank's input lies in its segment: at `start`, as a copy, or in the room for reductions' inputs.
+    def _give(self, entry: _Entry) -> int:
+        """Where this rank's input lies in its segment: in its slot, as a copy, or in the room for reductions' inputs.
 
         No peer reads a reduction's input once the reduction is complete, so whoever has its result may overwrite both.
         """
+        chunk, start = entry.chunk, entry.place % SLOTS * CHUNK_BYTES
         if (given := chunk.given) is None:
             return start
         place = given.data_ptr() - self._base
         if chunk.reduce is not None and ROOM <= place < self._untouched:
             return place
-        self._at(self.rank, start, chunk).view(given.shape).copy_(given)
+        slot = self._slots(entry)[self.rank]
+        (slot if given.ndim == 1 else slot.view(given.shape)).copy_(given)
         return start
 
     def _reduce(self) -> bool:
@@ -282,12 +289,13 @@ class SharedMemoryTransport:
         chunk, work, slot = entry.chunk, entry.work, entry.place % SLOTS
         work.refused |= len({words[TAGS + slot] for words in self._counters}) > 1
         if chunk.reduce is not None and not work.refused:
-            inputs = [self._at(rank, words[WHERE + slot], chunk) for rank, words in enumerate(self._counters)]
+            begins, nbytes = [words[WHERE + slot] for words in self._counters], chunk.numel * chunk.dtype.itemsize
+            inputs = [each[at : at + nbytes].view(chunk.dtype) for each, at in zip(self._bytes, begins, strict=True)]
             shares = [part(each, self.rank, self.size) for each in inputs]
-            result = part(self._at(self.rank, slot * CHUNK_BYTES, chunk), self.rank, self.size)
+            result = part(self._slots(entry)[self.rank], self.rank, self.size)
             if result.numel():
                 if self._overwritten == entry.place:  # an exception interrupted the lines below
-                    self._give(chunk, slot * CHUNK_BYTES)
+                    self._give(entry)
                 self._overwritten = entry.place
                 in_rank_order(chunk.reduce, shares, result)
             self._sums[self.rank][SUMS + slot] = math.nan if work.sums is None else sum_of(result)
@@ -351,7 +359,7 @@ class SharedMemoryTransport:
                 words.release()
             for sums in self._sums:
                 sums.release()
-            self._bytes, self._counters, self._sums = [], [], []
+            self._views, self._bytes, self._counters, self._sums = {}, [], [], []
         close_files(self._locks, self._files)
         self._locks, self._files, self._maps = [], [], []
 

@@ -208,6 +208,17 @@ def below_modes() -> AbstractContextManager[object]:
     return below
 
 
+def below_all() -> AbstractContextManager[object]:
+    """A context below transforms and modes."""
+    if not (count_of_modes() or count_of_function_modes()):
+        below: AbstractContextManager[object] = below_transforms()
+        return below
+    both = ExitStack()
+    both.enter_context(below_modes())
+    both.enter_context(below_transforms())
+    return both
+
+
 #: Optimizers' kernels, each one call for lists of parameters, gradients and states.
 fused_adam, fused_adamw, fused_sgd, fused_adagrad = map(
     _of_torch, ("torch:_fused_adam_", "torch:_fused_adamw_", "torch:_fused_sgd_", "torch:_fused_adagrad_")

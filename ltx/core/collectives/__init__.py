@@ -3,7 +3,7 @@
 from ltx.core.collectives.adasum import Halving as Halving
 from ltx.core.collectives.adasum import adasum
 from ltx.core.collectives.calls import collective as collective
-from ltx.core.collectives.counted import counted as counted
+from ltx.core.collectives.calls import counted as counted
 from ltx.core.collectives.gather import AllGatherGrad, all_gather, gather, psum_scatter, scatter
 from ltx.core.collectives.permute import all_to_all, ppermute
 from ltx.core.collectives.psum import axis_size, broadcast, pmean, psum, psum_to, pvary

@@ -18,8 +18,7 @@ import torch
 from ltx.core import comm
 from ltx.core.base import traced, tree
 from ltx.core.base.errors import AxisError, TreeError
-from ltx.core.collectives.calls import check_dense, check_sums, negotiate_tree, refuse_leaves
-from ltx.core.collectives.counted import counted
+from ltx.core.collectives.calls import check_dense, check_sums, counted, negotiate_tree, refuse_leaves
 from ltx.core.collectives.gather import all_gather
 from ltx.core.collectives.linear import Static
 from ltx.core.collectives.permute import ppermute

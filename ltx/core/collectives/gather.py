@@ -18,8 +18,15 @@ import torch
 from ltx.core.base import tree
 from ltx.core.base.arguments import checked
 from ltx.core.base.errors import AxisError
-from ltx.core.collectives.calls import GradScale, checked_index, collective, grouped, scale_gradient, tensors_of
-from ltx.core.collectives.counted import counted
+from ltx.core.collectives.calls import (
+    GradScale,
+    checked_index,
+    collective,
+    counted,
+    grouped,
+    scale_gradient,
+    tensors_of,
+)
 from ltx.core.collectives.linear import Static, add_rule, only_at
 from ltx.core.collectives.psum import countable
 from ltx.core.collectives.uneven import all_gather_uneven, is_even, psum_scatter_uneven

@@ -14,8 +14,7 @@ import torch
 from ltx.core.base import tree
 from ltx.core.base.arguments import brief, checked, is_whole, shown
 from ltx.core.base.errors import AxisError
-from ltx.core.collectives.calls import collective, grouped
-from ltx.core.collectives.counted import counted
+from ltx.core.collectives.calls import collective, counted, grouped
 from ltx.core.collectives.gather import split, spread
 from ltx.core.collectives.linear import Static, add_rule
 from ltx.core.collectives.psum import axis_size

@@ -27,6 +27,7 @@ from ltx.core.collectives.calls import (
     check_sums,
     checked_index,
     collective,
+    counted,
     grouped,
     prepare_trace,
     refuse_leaves,
@@ -34,7 +35,6 @@ from ltx.core.collectives.calls import (
     tensors_of,
     traced_size,
 )
-from ltx.core.collectives.counted import counted
 from ltx.core.collectives.linear import add_rule, only_at
 from ltx.core.collectives.uneven import gathered, told
 from ltx.core.comm.operations import as_it_is

@@ -21,8 +21,7 @@ from ltx.core.base import traced, tree
 from ltx.core.base.arguments import brief, checked
 from ltx.core.base.errors import CollectiveError, InputError, TreeError, WeightError, no_mean
 from ltx.core.base.private import unwrapped
-from ltx.core.collectives.calls import check_dense, check_sums, collective, grouped, refuse_leaves, tensors_of
-from ltx.core.collectives.counted import counted
+from ltx.core.collectives.calls import check_dense, check_sums, collective, counted, grouped, refuse_leaves, tensors_of
 from ltx.core.collectives.gather import all_gather
 from ltx.core.collectives.linear import Static, add_rule
 from ltx.core.collectives.psum import NARROW, axis_size, countable, pmean, psum

@@ -17,8 +17,7 @@ from ltx.core import comm
 from ltx.core.base import traced, tree
 from ltx.core.base.arguments import checked, shown
 from ltx.core.base.errors import AuthenticationError, AxisError, RankMismatchError, TreeError, UnsupportedError
-from ltx.core.collectives.calls import check_dense, checked_index, collective, movable, tensors_of
-from ltx.core.collectives.counted import counted
+from ltx.core.collectives.calls import check_dense, checked_index, collective, counted, movable, tensors_of
 from ltx.core.collectives.linear import apply
 from ltx.core.comm.operations import from_bytes
 from ltx.core.comm.pickling import dumps

@@ -117,7 +117,8 @@ class Passes:
             self.find_dropped()
         if self.raised is not None and self.raised.what == _FORWARD:
             self.raised = None  # the step's number in the summary shows which rank is behind
-        self.begin()
+        elif self.raised is not None:
+            self.begin()
         self.call = self._calls()
         committed: list[bool] = []
         around, self.step, sent = self.step, number, self.sent()

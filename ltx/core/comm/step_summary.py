@@ -63,7 +63,7 @@ class StepSummary(NamedTuple):
         if isinstance(self.total, torch.Tensor):
             mean: torch.Tensor = (self.total / self.weight).to(dtype)
             return mean
-        return torch.tensor(self.total / self.weight if self.weight else math.nan, dtype=dtype, device="cpu")
+        return torch.full((), self.total / self.weight if self.weight else math.nan, dtype=dtype, device="cpu")
 
 
 class Said(NamedTuple):

@@ -75,7 +75,8 @@ class Exchange:
             axis_comm.under_way = name
             assert plan.agreement is not None
             axis_comm.background.advance(plan.agreement)
-            self._pending = Pending(axis_comm, channel_of=lambda on, phase: on.background, what=self._kind)
+            on_host = dict.fromkeys(plan.streams)
+            self._pending = Pending(axis_comm, None, lambda on, phase: on.background, self._kind, on_host)
         else:
             self._pending = Pending(axis_comm, what=self._kind)
             self._pending.sent = axis_comm.passes.sent()

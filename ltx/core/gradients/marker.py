@@ -297,21 +297,20 @@ class Fence(Peeled):
 class Marker(Peeled):
     """``Marker.apply(schedule, bucket, dims, index, *parameters, *states) -> (*parameters, token)``: starts the bucket.
 
-    Identity on the parameters. The cotangent of a state is its next value.
+    Identity on the parameters. The cotangent of a state is its next value. Without a fence there is no token.
     """
 
     @staticmethod
     def forward(schedule: Schedule, bucket: int, dims: Dims, index: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
         params = tensors[: len(schedule.plan.buckets[bucket].members)]
-        batch = params[0].shape[: len(dims)]
-        token = params[0].new_zeros(batch) if schedule.fenced else params[0].new_empty((*batch, 0))  # nothing takes it
-        return (*(_views(params) if private.in_transform() else params), token)
+        given = _views(params) if private.in_transform() else params
+        return (*given, params[0].new_zeros(params[0].shape[: len(dims)])) if schedule.fenced else given
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.schedule, ctx.bucket, ctx.dims, _, *tensors = inputs
         _note_level(ctx)
-        states = tensors[len(output) - 1 :]
+        states = tensors[len(output) - ctx.schedule.fenced :]
         if not ctx.schedule.fenced:
             # A backward pass inside of this one may come here too, after which saved tensors are gone.
             ctx.states = states
@@ -323,7 +322,7 @@ class Marker(Peeled):
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
         ctx.schedule.again |= ctx.level < ctx.schedule.innermost  # as in Tie
-        *grads, link = cotangents
+        grads, link = (cotangents[:-1], cotangents[-1]) if ctx.schedule.fenced else (cotangents, None)
         tensors = [*grads, *(ctx.saved_tensors if ctx.schedule.fenced else ctx.states)]
         if _plain():
             started = ctx.schedule.start(ctx.bucket, ctx.dims, tensors)
@@ -414,10 +413,10 @@ def put_on(
     marked: dict[int, torch.Tensor] = {}
     tokens: list[torch.Tensor] = []
     for bucket, tensors in zip(plan.buckets, per_bucket, strict=True):
-        *outs, token = Marker.apply(schedule, bucket.index, (), index, *tensors)
-        raise_priority(token, MARKER_PRIORITY)
-        marked.update(zip(bucket.members, outs, strict=True))
-        tokens.append(token)
+        outs = Marker.apply(schedule, bucket.index, (), index, *tensors)
+        raise_priority(outs[0], MARKER_PRIORITY)
+        marked.update(zip(bucket.members, outs, strict=False))
+        tokens += outs[len(bucket.members) :]
     return [*map(marked.__getitem__, range(len(params)))], tokens
 
 

@@ -54,7 +54,8 @@ class Pending:
         among: the ranks that are in the pass, if not all ranks are.
         channel_of: the channel of a phase.
         what: the word for a bucket in errors.
-        streams: those that reduce buckets, by devices; None for a device whose waits block the host.
+        streams: those that reduce buckets, by devices; None for a device whose waits block the host. By default the
+            axis is asked.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class Pending:
             if not phases:
                 continue
             device = program.reads[0].device
-            stream = self._streams[device] if device in self._streams else self._find_stream(device)
+            stream = self._streams[device] if device in self._streams else self._comm.stream_of(device)
             if stream is None:
                 self._advance(place)
                 continue
@@ -138,12 +139,6 @@ class Pending:
                 reads = program.reads
                 self._advance(place, whole=True)
             program.fence, program.reads = stream.fence(), reads
-
-    def _find_stream(self, device: torch.device) -> CommStream | None:
-        stream = self._comm.stream_of(device)
-        ordered = stream is not None and self._channel_of(self._comm, 0).orders_streams(device)
-        self._streams[device] = stream if ordered else None
-        return self._streams[device]
 
     def reduce(self, hook: CommHook, inputs: BucketInput, then: Callable[[Reduced], None] | None = None) -> None:
         """Start the reduction of the next bucket by `hook`, and continue the buckets before it."""
@@ -201,11 +196,11 @@ class Pending:
     def poll(self) -> None:
         """Continue reductions whose collective is complete, as long as each phase stays in bucket order."""
         for place, pending in enumerate(self._launched):
-            while pending.work is not None and pending.work.done and self._may_issue(place, pending.phase):
+            before = self._launched[:place]
+            while pending.work is not None and pending.work.done:
+                if not all(earlier.completed is not None or earlier.phase > pending.phase for earlier in before):
+                    break
                 self._advance(place)
-
-    def _may_issue(self, place: int, phase: int) -> bool:
-        return all(earlier.completed is not None or earlier.phase > phase for earlier in self._launched[:place])
 
     @property
     def done(self) -> bool:

@@ -179,10 +179,6 @@ class Plan:
         return any(self.state_names)
 
     @cached_property
-    def stateful(self) -> bool:
-        return stateful_hook(self.hook)
-
-    @cached_property
     def phases(self) -> int:
         """How many collectives each bucket may issue."""
         return phases_on(self.hook, self.axis.size)

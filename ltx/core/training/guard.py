@@ -217,16 +217,11 @@ def all_finite(
     ahead = not pure and runs_ahead(info, grads)  # the host doesn't wait for the answer
     bad = any_not_finite(grads) if pure else not_finite_on_device(grads) if ahead else not_finite(grads, sums)
     if must_sync_finite(train, info):
-        bad = _on_any(train, bad, info)
+        shared = train.step.strategy.exchange(EXACT, [bad.float().reshape(1)], ["whether gradients are finite"], info)
+        bad = shared.wait()[0][0].reshape(()) > 0
     if train.bad_anywhere is not None:
         bad = train.bad_anywhere(bad)
     return bad.logical_not() if pure or ahead else not bad
-
-
-def _on_any(train: TrainSettings, bad: torch.Tensor, info: StepInfo) -> torch.Tensor:
-    """Whether `bad` is true on any rank: a 0-dim bool tensor. All ranks call this."""
-    shared = train.step.strategy.exchange(EXACT, [bad.float().reshape(1)], ["whether gradients are finite"], info)
-    return shared.wait()[0][0].reshape(()) > 0
 
 
 def should_raise(train: TrainSettings, state: TrainState) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ltx.core.base import tree
-from ltx.core.gradients.comm_hook import CommHook, shared_part
+from ltx.core.gradients.comm_hook import CommHook, shared_part, stateful_hook
 from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.planning import Plan
 from ltx.core.optim.base import Prepared
@@ -83,7 +83,7 @@ class Resolved:
         schedule, params = run.schedule, state.held_params
         plan = schedule.plan if isinstance(schedule, ProcessSchedule) else None
         if plan is not None and (
-            plan.stateful or sum(map(len, map(attrgetter("members"), plan.buckets))) < len(self.leaves)
+            stateful_hook(plan.hook) or sum(map(len, map(attrgetter("members"), plan.buckets))) < len(self.leaves)
         ):
             return None
         leaves, spec, prepared = self.leaves, self.spec, self.prepared

@@ -215,6 +215,9 @@ def incomplete(state: TrainState, error: BaseException) -> None:
     state.invalidate("the device couldn't complete what it is made of", error)
 
 
+_NO_LEAVES = tree.flatten({})
+
+
 class Written(enum.Enum):
     """What a step has written into the memory of its state."""
 
@@ -267,12 +270,12 @@ class EagerStep(Step):
         if train.donate and not self.resolved.late and sync.leaves:
             # The optimizer writes to the parameters, and one tensor may be a parameter and communication state too.
             sync = replace(sync, leaves=unshared(sync.leaves, self.params))
-        sync_leaves, sync_spec = tree.flatten(sync.leaves)
+        sync_leaves, sync_spec = tree.flatten(sync.leaves) if sync.leaves else _NO_LEAVES
         hook, plan = self.resolved.post_update_hook, self.resolved.plan
         if plan is None and hook is None and not marks_on_wire(train.step, self.resolved.hook, self.info.axis):
             leaves = [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in leaves]
             sync_leaves = [x.detach().requires_grad_() for x in sync_leaves]
-        given = tree.unflatten(self.spec, leaves)
+        given = self.params if leaves is self.leaves else tree.unflatten(self.spec, leaves)
         if sync_leaves or (not self.resolved.lasts and stateful(strategy)):
             given = Synced(given, replace(sync, leaves=tree.unflatten(sync_spec, sync_leaves)))
         flat, of_call = (leaves, self.spec), (plan, self.resolved.within, self.resolved.nodes)

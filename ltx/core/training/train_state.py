@@ -206,11 +206,6 @@ class TrainState(Readable):
                 "hold. Finish it first, on all ranks: state = train.finish(state)."
             )
 
-    def unseen(self) -> TrainState:
-        """Note that the user holds none of this state's tensors. Returns the state."""
-        self.__dict__["seen"] = ()
-        return self
-
     def donate(self) -> None:
         """Mark this state as donated: from now on reading it raises."""
         self.lease[0] = self.step + 1

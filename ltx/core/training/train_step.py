@@ -118,7 +118,9 @@ class TrainStep(TrainSettings):
         layout = layout_for(self, params if frozen is None else tree.filled(params, frozen), sync_state)
         state = TrainState(params, buffers, opt_state, sync_state, layout=layout, loss_scale=loss_scale, frozen=frozen)
         state.__dict__["of_step"] = True
-        return (state if module is None else follow(self, module, state)).by(self).unseen()
+        given = (state if module is None else follow(self, module, state)).by(self)
+        given.__dict__["seen"] = ()
+        return given
 
     def adopt(self, state: TrainState, params: Literal["mean", "rank0"] = "mean") -> TrainState:
         """A state for this train step, of one that was made for another: another strategy, optimizer, `trainable`.
@@ -298,12 +300,8 @@ class TrainStep(TrainSettings):
 
     def _begun(self, x: torch.Tensor) -> torch.Tensor:
         """`x`; detached if it is a module's parameter, or a leaf whose memory steps will reuse."""
-        return x.detach() if x.is_leaf and (self._may_donate or isinstance(x, torch.nn.Parameter)) else x
-
-    @property
-    def _may_donate(self) -> bool:
-        """Whether steps reuse their state's memory: not under derivatives or batching, which need the old values."""
-        return self.donate and not is_transforming() and not in_step.get()
+        reused = self.donate and not is_transforming() and not in_step.get()  # derivatives need the old values
+        return x.detach() if x.is_leaf and (reused or isinstance(x, torch.nn.Parameter)) else x
 
     def _compare(self, state: TrainState, axis: Axis, batch: Batch) -> None:
         """Compare what should be the same on all ranks: every `check_every` steps, and at a world's first, which also

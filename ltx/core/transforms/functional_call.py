@@ -308,7 +308,8 @@ class Swap:
         return {}
 
     def put(self) -> None:
-        self._exchange()
+        if self._others:
+            self._exchange()
         slots = self.members.slots
         for name, tensor in self.tensors.items():
             if name in slots:
@@ -323,12 +324,12 @@ class Swap:
             kept_in, key = self.members.slots[name]
             found[name] = kept_in.get(key)
             kept_in[key] = tensor
-        self._exchange()
+        if self._others:
+            self._exchange()
         return found
 
     def _exchange(self) -> None:
-        if self._others:
-            self._others, _ = NamedMemberAccessor(self.members.module).swap_tensors_dict(self._others)
+        self._others, _ = NamedMemberAccessor(self.members.module).swap_tensors_dict(self._others)
 
     def given(self, name: str) -> torch.Tensor:
         """What the call was given; of a buffer the module got a copy."""

@@ -137,7 +137,7 @@ class StepSettings(Readable):
         if self.blocked:
             return None
         hook = self.strategy.hook_in_training(step) if training else self.strategy.hook(step)
-        return in_dtype(hook, self.reduce_dtype)
+        return hook if self.precision is None else in_dtype(hook, self.precision.reduce)
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
