@@ -198,10 +198,7 @@ def counted(name: str, make: Callable[[int], Callable[[Callable[..., object]], o
 
 #: part of a bucket's way: where the functions are that do it, in DDP and in ltx
 PARTS: dict[str, dict[str, tuple[Any, str]]] = {
-    "ddp": {
-        "whole": (default_hooks, "fp16_compress_hook"),
-        "enqueue": (dist, "all_reduce"),
-    },
+    "ddp": {"whole": (default_hooks, "fp16_compress_hook"), "enqueue": (dist, "all_reduce")},
     "ltx": {
         "whole": (pending.ProcessSchedule, "start"),
         "pack": (pending, "pack"),
@@ -269,9 +266,6 @@ def table(counts: Mapping[str, Mapping[str, float]], times: Mapping[str, Mapping
 
 def found(device: str, synchronize: Callable[[], object]) -> tuple[Any, Any]:
     """Counts and times of DDP and ltx, for :func:`table`, on this rank."""
-    makes = {
-        "ddp": lambda buckets: ddp_step(device, buckets),
-        "ltx": lambda buckets: ltx_step(device, buckets),
-    }
+    makes = {"ddp": lambda buckets: ddp_step(device, buckets), "ltx": lambda buckets: ltx_step(device, buckets)}
     times = {name: timed(name, make, synchronize) for name, make in makes.items()}
     return {name: counted(name, make) for name, make in makes.items()}, times

@@ -69,10 +69,7 @@ def ddp_step(setting: Setting, hook: str) -> Variant:
 
 def variants(setting: Setting, names: list[str]) -> dict[str, Variant]:
     """The baselines, and ltx with each of the hooks `names`."""
-    made: dict[str, Variant] = {
-        "local": setting.torch_step(setting.fresh()),
-        "ddp": setting.torch_step(setting.ddp()),
-    }
+    made: dict[str, Variant] = {"local": setting.torch_step(setting.fresh()), "ddp": setting.torch_step(setting.ddp())}
     made.update((f"ddp {name}", ddp_step(setting, name)) for name in ("fp16", "powersgd") if name in names)
     for name in names:
         made[f"ltx {name}"] = setting.ltx_step(ltx.DDPStrategy(comm_hook=HOOKS[name]))

@@ -26,11 +26,7 @@ def begun(command: list[str], environments: list[Environ]) -> list[subprocess.Po
     clean |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return [
         subprocess.Popen(
-            [sys.executable, *command],
-            env=clean | environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            [sys.executable, *command], env=clean | environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         for environ in environments
     ]

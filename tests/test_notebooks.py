@@ -48,10 +48,7 @@ def test_there_are_notebooks_to_run() -> None:
 def execute(path: Path, folder: Path) -> None:
     """Run the notebook in `folder`, with a kernel of its own; raises what a cell raises."""
     client = nbclient.NotebookClient(
-        read(path),
-        timeout=CELL_TIMEOUT_S,
-        kernel_name="python3",
-        resources={"metadata": {"path": str(folder)}},
+        read(path), timeout=CELL_TIMEOUT_S, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
     )
     asyncio.run(client.async_execute())  # whose loop is closed; in a thread, execute() leaves one behind
 

@@ -65,13 +65,7 @@ def hooks_of(settings: Settings) -> dict[str, hooks.CommHook]:
 
 
 #: hook -> how far its mean validation loss may be above fp32's
-GOALS = {
-    "powersgd 4": 0.01,
-    "bytegrad": 0.01,
-    "quantize": 0.01,
-    "quantize per channel": 0.01,
-    "onebit": 0.02,
-}
+GOALS = {"powersgd 4": 0.01, "bytegrad": 0.01, "quantize": 0.01, "quantize per channel": 0.01, "onebit": 0.02}
 
 #: What is also run on the larger simulated world and on processes.
 CHOSEN = ("fp32", *GOALS)

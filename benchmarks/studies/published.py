@@ -465,10 +465,7 @@ CLAIMS: dict[str, list[tuple[str, Callable[[list[Run]], Verdict]]]] = {
     ],
     "error feedback": [
         ("Without feedback, batch 8 loses 20 points or more.", _collapses),
-        (
-            "With feedback, at most 1.5 points are lost.",
-            lambda runs: _at_most_less(runs, "error feedback", 1.5, WITH),
-        ),
+        ("With feedback, at most 1.5 points are lost.", lambda runs: _at_most_less(runs, "error feedback", 1.5, WITH)),
     ],
     "slow link": [
         ("Each row takes less time than the one above.", lambda runs: _in_order(runs, "slow link", "seconds")),

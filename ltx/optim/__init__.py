@@ -45,10 +45,7 @@ __all__ = [
 ]
 
 # Most programs need few of these, and making their dataclasses takes time: each module is imported at first use.
-_LATER = {
-    **dict.fromkeys(("from_torch", "masked", "partition"), "by_path"),
-    "qadam": "quantized_adam",
-}
+_LATER = {**dict.fromkeys(("from_torch", "masked", "partition"), "by_path"), "qadam": "quantized_adam"}
 
 
 def __getattr__(name: str) -> Any:

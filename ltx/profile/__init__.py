@@ -10,14 +10,7 @@
 from ltx.profile.comparison import Comparison, compare
 from ltx.profile.traces import Timeline, Trace, record, timeline
 
-__all__ = [
-    "Comparison",
-    "Timeline",
-    "Trace",
-    "compare",
-    "record",
-    "timeline",
-]
+__all__ = ["Comparison", "Timeline", "Trace", "compare", "record", "timeline"]
 
 
 def __dir__() -> list[str]:

@@ -13,17 +13,7 @@ from torch import Tensor
 import ltx
 from ltx.core.training.guard import not_finite_on_device
 from ltx.errors import StepError
-from tests.gpu.device import (
-    DEVICE,
-    HALVES,
-    batch,
-    loss_of,
-    model,
-    needs_cuda,
-    on_cpu,
-    params_of,
-    synchronize,
-)
+from tests.gpu.device import DEVICE, HALVES, batch, loss_of, model, needs_cuda, on_cpu, params_of, synchronize
 
 ADAMW = ltx.optim.from_torch(torch.optim.AdamW, lr=1e-2)
 

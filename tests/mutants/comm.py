@@ -96,10 +96,7 @@ MUTANTS = (
         old="self._channel.failed = error",
         new="",
         breaks="after a timeout what is issued next pairs with what peers issued before",
-        tests=(
-            "tests/contract/comm/test_axis_comm.py",
-            "tests/internal/shared_memory/test_faults.py",
-        ),
+        tests=("tests/contract/comm/test_axis_comm.py", "tests/internal/shared_memory/test_faults.py"),
     ),
     Mutant(
         name="comm: signatures aren't compared",

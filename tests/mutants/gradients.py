@@ -100,10 +100,7 @@ MUTANTS = (
         old="return left.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)",
         new="return left",
         breaks="one overflow makes every later step NaN",
-        tests=(
-            "tests/internal/hooks/test_plain.py",
-            "tests/contract/hooks/test_conformance.py",
-        ),
+        tests=("tests/internal/hooks/test_plain.py", "tests/contract/hooks/test_conformance.py"),
     ),
     Mutant(
         name="hooks: the second encoding's error is lost",
@@ -139,10 +136,7 @@ MUTANTS = (
         old="sizes[some].div_(self.block * part)",
         new="sizes[some].div_(part)",
         breaks="gradients are a block's length too large, between processes",
-        tests=(
-            "tests/contract/hooks/test_bounds.py",
-            "tests/internal/hooks/test_plain.py",
-        ),
+        tests=("tests/contract/hooks/test_bounds.py", "tests/internal/hooks/test_plain.py"),
     ),
     Mutant(
         name="hooks: QSGD rounds to nearest",
@@ -158,10 +152,7 @@ MUTANTS = (
         old="values = values * lengths",
         new="pass",
         breaks="without error feedback the expectation is a hundredth of the mean",
-        tests=(
-            "tests/contract/hooks/test_bounds.py",
-            "tests/contract/hooks/test_conformance.py",
-        ),
+        tests=("tests/contract/hooks/test_bounds.py", "tests/contract/hooks/test_conformance.py"),
     ),
     Mutant(
         name="hooks: RandomK's places don't change",
@@ -169,10 +160,7 @@ MUTANTS = (
         old="key = noise.key_of(self.seed, inputs.step, inputs.bucket.index, device=flat.device)",
         new="key = noise.key_of(self.seed, 0, inputs.bucket.index, device=flat.device)",
         breaks="the same hundredth of the parameters is trained at every step",
-        tests=(
-            "tests/contract/hooks/test_bounds.py",
-            "tests/contract/hooks/test_conformance.py",
-        ),
+        tests=("tests/contract/hooks/test_bounds.py", "tests/contract/hooks/test_conformance.py"),
     ),
     Mutant(
         name="hooks: TopK keeps what it has sent",

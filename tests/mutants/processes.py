@@ -73,10 +73,7 @@ MUTANTS = (
         old="temporary.append(directory.hidden(base, final.name))",
         new="temporary.append(final)",
         breaks="a process that dies while it writes leaves half a checkpoint in the place of a whole one",
-        tests=(
-            "tests/internal/checkpoint/test_torn.py",
-            "tests/internal/checkpoint/test_failures.py",
-        ),
+        tests=("tests/internal/checkpoint/test_torn.py", "tests/internal/checkpoint/test_failures.py"),
     ),
     Mutant(
         name="checkpoint: nothing is written through to the disk",

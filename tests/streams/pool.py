@@ -29,11 +29,7 @@ class StreamedPool:
 
 
 def on_streams(
-    fn: Callable[..., Any],
-    *args: Any,
-    hung_s: float = PATIENT_S,
-    host: Callable[[float], Host] = Host,
-    **kwargs: Any,
+    fn: Callable[..., Any], *args: Any, hung_s: float = PATIENT_S, host: Callable[[float], Host] = Host, **kwargs: Any
 ) -> Any:
     """``fn(*args, **kwargs)`` on an axis of its own, which is stream-ordered. Every rank of the world calls it.
 

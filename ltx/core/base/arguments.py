@@ -165,12 +165,7 @@ class Offering(Generic[R]):
 
 
 def whole(
-    what: str,
-    value: Any,
-    least: int,
-    error: type[LtxError] = InputError,
-    most: int = LARGEST,
-    besides: str = "",
+    what: str, value: Any, least: int, error: type[LtxError] = InputError, most: int = LARGEST, besides: str = ""
 ) -> int:
     """What a user gave, called `what` in errors, as an int; NumPy's are ints too. `besides`: what else may be.
 

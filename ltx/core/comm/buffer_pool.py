@@ -46,13 +46,7 @@ class BufferPool:
         self._plan, self._kept = None, {}
 
     def take(
-        self,
-        plan: Hashable,
-        place: int,
-        summed: bool,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, plan: Hashable, place: int, summed: bool, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """An uninitialised tensor for the bucket at `place` of `plan`; memory of other plans is given back.
 

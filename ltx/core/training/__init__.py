@@ -6,12 +6,4 @@ from ltx.core.training.replicas import check_replicas, sync_params
 from ltx.core.training.train_state import Metrics, TrainState
 from ltx.core.training.train_step import train_step
 
-__all__ = [
-    "Metrics",
-    "TrainState",
-    "accumulate",
-    "check_replicas",
-    "sync_params",
-    "to_module",
-    "train_step",
-]
+__all__ = ["Metrics", "TrainState", "accumulate", "check_replicas", "sync_params", "to_module", "train_step"]

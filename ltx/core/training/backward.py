@@ -313,12 +313,7 @@ class UpdateThenSend(Completion):
     optimizer's state changes at once. `total`, `weight`: as in :class:`Forward`.
     """
 
-    def __init__(
-        self,
-        hook: PostUpdateHook,
-        work: Backward,
-        schedule: ProcessSchedule,
-    ):
+    def __init__(self, hook: PostUpdateHook, work: Backward, schedule: ProcessSchedule):
         # Don't keep `total`: its graph holds the schedule, which holds this object during the pass, and the garbage
         # collector can't free a cycle that goes through a graph.
         super().__init__(work, schedule)

@@ -12,14 +12,7 @@ import torch
 from ltx.core import collectives, comm
 from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import checked
-from ltx.core.base.errors import (
-    CollectiveTimeoutError,
-    LtxError,
-    PeerLostError,
-    StepError,
-    StepLeftOutError,
-    TreeError,
-)
+from ltx.core.base.errors import CollectiveTimeoutError, LtxError, PeerLostError, StepError, StepLeftOutError, TreeError
 from ltx.core.base.handed_in import HandedIn
 from ltx.core.gradients.exchange import Exchange
 from ltx.core.gradients.planning import in_step, requires_grad
@@ -27,20 +20,14 @@ from ltx.core.optim import Optimizer
 from ltx.core.optim.base import is_transforming
 from ltx.core.ranks.axis import Axis
 from ltx.core.training.follower import compiled, follow
-from ltx.core.training.guard import (
-    scaling,
-)
+from ltx.core.training.guard import scaling
 from ltx.core.training.made_for import adopted, check_made_for, layout_for
 from ltx.core.training.outputs import Batch, as_loss, check_call, unshared
 from ltx.core.training.parameters import Trainable, split, taken_from
 from ltx.core.training.pure_step import PureStep
 from ltx.core.training.replicas import check_replicas, warn_of_equal_batches
 from ltx.core.training.resolved import resolve
-from ltx.core.training.settings import (
-    TrainSettings,
-    check_devices,
-    check_kept,
-)
+from ltx.core.training.settings import TrainSettings, check_devices, check_kept
 from ltx.core.training.step import EagerStep, incomplete
 from ltx.core.training.train_state import LossScale, Metrics, TrainState
 from ltx.core.transforms.data_parallel import DataParallel

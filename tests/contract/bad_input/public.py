@@ -349,13 +349,7 @@ def calls(folder: Path) -> dict[str, list[Call]]:
             Call(
                 ltx.Precision,
                 (),
-                {
-                    "compute": torch.bfloat16,
-                    "reduce": None,
-                    "output": torch.float32,
-                    "loss_scale": None,
-                    "keep": (),
-                },
+                {"compute": torch.bfloat16, "reduce": None, "output": torch.float32, "loss_scale": None, "keep": ()},
                 lambda precision: _stepped(ltx.mixed_precision(dp, precision)),
             )
         ],
@@ -401,22 +395,14 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         },
         **{
             f"ltx.hooks.{name}": []  # to be derived from, or made by ltx
-            for name in (
-                "CommHook",
-                "LossyHook",
-                "CompressedAllReduce",
-                "BucketInput",
-                "CollectiveRequest",
-            )
+            for name in ("CommHook", "LossyHook", "CompressedAllReduce", "BucketInput", "CollectiveRequest")
         },
         "ltx.hooks.OneBit": [Call(hooks.OneBit, (512,), {"error_feedback": True}, _reduced)],
         "ltx.hooks.QSGD": [Call(hooks.QSGD, (127, 512, 0), {"error_feedback": False}, _reduced)],
         "ltx.hooks.Quantize": [Call(hooks.Quantize, ("channel", 512), {"error_feedback": False}, _reduced)],
         "ltx.hooks.RandomK": [Call(hooks.RandomK, (0.5, 0), {"error_feedback": True}, _reduced)],
         "ltx.hooks.TopK": [Call(hooks.TopK, (0.5,), {"error_feedback": True}, _reduced)],
-        "ltx.hooks.PowerSGD": [
-            Call(hooks.PowerSGD, (1, 0, True, 0, 2.0, 2), {"error_feedback": True}, _reduced),
-        ],
+        "ltx.hooks.PowerSGD": [Call(hooks.PowerSGD, (1, 0, True, 0, 2.0, 2), {"error_feedback": True}, _reduced)],
         "ltx.hooks.BatchedPowerSGD": [Call(hooks.BatchedPowerSGD, (1, 0, 0), {"error_feedback": True}, _reduced)],
         "ltx.hooks.from_functions": [
             Call(hooks.from_functions, (torch.Tensor.half, _as_float), {"error_feedback": True}, _reduced)
@@ -466,12 +452,7 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         ],
         # --- layers
         "ltx.nn.SyncBatchNorm": [
-            Call(
-                nn.SyncBatchNorm,
-                (4, 1e-5, 0.1, True, True),
-                {"bias": True},
-                lambda layer: layer(T),
-            ),
+            Call(nn.SyncBatchNorm, (4, 1e-5, 0.1, True, True), {"bias": True}, lambda layer: layer(T)),
             Call(nn.SyncBatchNorm(4), (T,)),
         ],
         "ltx.nn.convert_sync_batch_norm": [Call(nn.convert_sync_batch_norm, (torch.nn.BatchNorm1d(4), "data"))],
@@ -509,12 +490,7 @@ def calls(folder: Path) -> dict[str, list[Call]]:
             )
         ],
         "ltx.checkpoint.preemption": [
-            Call(
-                checkpoint.preemption,
-                (),
-                {"signals": (signal.SIGTERM,), "every": 1, "axis": "data"},
-                _entered,
-            )
+            Call(checkpoint.preemption, (), {"signals": (signal.SIGTERM,), "every": 1, "axis": "data"}, _entered)
         ],
         "ltx.checkpoint.Preemption": [],
         "ltx.checkpoint.Restored": [],

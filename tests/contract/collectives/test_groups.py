@@ -21,12 +21,7 @@ from tests.train_on import refuses, said
 
 Groups = list[list[int]]
 
-SUMS: dict[str, Callable[..., Tensor]] = {
-    "psum": ltx.psum,
-    "pmean": ltx.pmean,
-    "pmax": ltx.pmax,
-    "pmin": ltx.pmin,
-}
+SUMS: dict[str, Callable[..., Tensor]] = {"psum": ltx.psum, "pmean": ltx.pmean, "pmax": ltx.pmax, "pmin": ltx.pmin}
 OPS: dict[str, Callable[..., Tensor]] = {
     **SUMS,
     "all_gather": lambda x, *args, **named: ltx.all_gather(x, *args, dim=1, **named),

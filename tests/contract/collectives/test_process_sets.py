@@ -118,10 +118,7 @@ def test_only_members_may_call(ranks: Callable[[int], Any]) -> None:
         except AxisError as error:
             return str(error)
 
-    assert list(ranks(2).run(run)) == [
-        "1",
-        "axis_from_group: rank 1 isn't among ranks [0]. Only these may call it.",
-    ]
+    assert list(ranks(2).run(run)) == ["1", "axis_from_group: rank 1 isn't among ranks [0]. Only these may call it."]
 
 
 def test_a_world_of_one() -> None:

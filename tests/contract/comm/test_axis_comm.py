@@ -15,13 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ltx
-from ltx.errors import (
-    CollectiveTimeoutError,
-    LtxError,
-    RankMismatchError,
-    TreeError,
-    UnsupportedError,
-)
+from ltx.errors import CollectiveTimeoutError, LtxError, RankMismatchError, TreeError, UnsupportedError
 from tests import inside, train_on
 from tests.forks import settles
 from tests.inside import axes_in_scope

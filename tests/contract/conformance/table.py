@@ -288,12 +288,7 @@ OPS = (
         **EVERY,
     ),
     Op("pmean", ltx.pmean, mean_of, **EVERY),
-    Op(
-        "weighted_mean",
-        lambda x: ltx.weighted_mean(x, weight_of(x)),
-        weighted_mean_of,
-        **EVERY,
-    ),
+    Op("weighted_mean", lambda x: ltx.weighted_mean(x, weight_of(x)), weighted_mean_of, **EVERY),
     # From outside, copies are inputs of their own and pvary is no more than the identity.
     Op(
         "pvary",
@@ -525,11 +520,7 @@ TRANSFORMS = (
         lambda fs, xs, ts: jvp(grad(total(fs)), (xs,), (ts,))[1],
         forward=True,
     ),
-    Transform(
-        "vmap",
-        lambda f, x, t: vmap(f)(samples(x, t)),
-        lambda fs, xs, ts: vmap(fs, out_dims=1)(samples(xs, ts)),
-    ),
+    Transform("vmap", lambda f, x, t: vmap(f)(samples(x, t)), lambda fs, xs, ts: vmap(fs, out_dims=1)(samples(xs, ts))),
     Transform(
         "vmap of grad",
         lambda f, x, t: vmap(grad(loss(f)))(samples(x, t)),
@@ -550,11 +541,7 @@ TRANSFORMS = (
         forward=True,
     ),
     Transform(
-        "jacrev",
-        lambda f, x, t: jacrev(f)(x),
-        lambda fs, xs, ts: jacobian_of_sum(fs, xs),
-        gradient=True,
-        real=True,
+        "jacrev", lambda f, x, t: jacrev(f)(x), lambda fs, xs, ts: jacobian_of_sum(fs, xs), gradient=True, real=True
     ),
     Transform("jacfwd", lambda f, x, t: jacfwd(f)(x), lambda fs, xs, ts: common_shift(fs, xs), real=True, forward=True),
     Transform(

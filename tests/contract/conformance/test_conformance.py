@@ -66,11 +66,7 @@ BACKINGS = (
 
 EAGER, AOT, INDUCTOR = None, "aot_eager", "inductor"
 EVERY_TRANSFORM = "data_parallel"  # also when compiled, on processes
-WITH_INDUCTOR = (
-    ("psum", "grad"),
-    ("data_parallel", "hvp"),
-    ("accumulate", "grad"),
-)
+WITH_INDUCTOR = (("psum", "grad"), ("data_parallel", "hvp"), ("accumulate", "grad"))
 
 
 @dataclass(frozen=True)

@@ -173,13 +173,7 @@ OPS: dict[str, Op] = {
     "pmax": Op(ltx.pmax, _extremum("amax"), dtypes=REAL_DTYPES, linear=False),
     "pmin": Op(ltx.pmin, _extremum("amin"), dtypes=REAL_DTYPES, linear=False),
     "all_gather": Op(ltx.all_gather, _gathered, _gather_arguments),
-    "psum_scatter": Op(
-        ltx.psum_scatter,
-        _scattered,
-        _cut_arguments,
-        _scatter_shape,
-        least_dims=1,
-    ),
+    "psum_scatter": Op(ltx.psum_scatter, _scattered, _cut_arguments, _scatter_shape, least_dims=1),
     "broadcast": Op(ltx.broadcast, lambda xs, src: _everywhere(xs[src], len(xs)), _with_rank("src")),
     "psum_to": Op(ltx.psum_to, lambda xs, dst: _at(_sum(xs), dst, len(xs)), _with_rank("dst")),
     "gather": Op(

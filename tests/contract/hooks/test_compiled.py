@@ -207,12 +207,7 @@ REFUSED = {
         UnsupportedError,
         r"compiled at step 0 needs one reduction .*After.*: run the first steps eagerly",
     ),
-    "a schedule of one's own": (
-        Alternating(),
-        True,
-        UnsupportedError,
-        r"needs one reduction .*Alternating",
-    ),
+    "a schedule of one's own": (Alternating(), True, UnsupportedError, r"needs one reduction .*Alternating"),
     "bare parameters": (hooks.OneBit(block=16), False, SyncStateError, r"was given bare parameters"),
     "bare parameters for random numbers": (hooks.QSGD(), False, SyncStateError, r"was given bare parameters"),
 }

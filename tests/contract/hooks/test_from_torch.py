@@ -220,10 +220,7 @@ def test_what_fails_under_ddp_fails_on_every_rank(
 
 def test_bfloat16_is_refused_as_by_ddp(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)  # a build for GPUs takes these hooks, as DDP does there
-    for hook in (
-        default_hooks.bf16_compress_hook,
-        default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook),
-    ):
+    for hook in (default_hooks.bf16_compress_hook, default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)):
         with pytest.raises(TypeError, match=r"bf16_compress.* needs CUDA 11 and NCCL 2.10.*ltx\.hooks\.BF16\(\)") as e:
             from_torch(hook)
         assert isinstance(e.value, HookError)

@@ -106,13 +106,7 @@ def contrastive() -> Pair:
     return ltx.grad(step)(params, *ltx.shard((images, texts))), grad(over(lambda rows: rows))(params, images, texts)
 
 
-LOOPS = {
-    "DataLoader": data_loader,
-    "MAML": maml,
-    "DP-SGD": dp_sgd,
-    "PINN": physics,
-    "CLIP": contrastive,
-}
+LOOPS = {"DataLoader": data_loader, "MAML": maml, "DP-SGD": dp_sgd, "PINN": physics, "CLIP": contrastive}
 
 
 @pytest.mark.parametrize("name", LOOPS)

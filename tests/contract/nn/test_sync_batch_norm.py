@@ -424,10 +424,7 @@ def test_without_an_axis_a_converted_part_keeps_its_own() -> None:
     assert (made[0][1].axis, made[1].axis) == ("node", None)
     assert [
         part.axis for part in convert_sync_batch_norm(made, "data").modules() if isinstance(part, SyncBatchNorm)
-    ] == [
-        "data",
-        "data",
-    ]
+    ] == ["data", "data"]
 
 
 def test_torchs_norms_over_a_group_need_an_axis(ranks: Ranks, seed: int) -> None:

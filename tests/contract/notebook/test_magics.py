@@ -358,9 +358,7 @@ def test_a_line_that_is_written_over_moves(kernel: Kernel) -> None:
 
 @pytest.mark.full
 def test_many_lines_come_in_batches(kernel: Kernel) -> None:
-    shown = kernel.run(
-        "%%ltx --rank 0\nfor i in range(5000): print(i)",
-    )
+    shown = kernel.run("%%ltx --rank 0\nfor i in range(5000): print(i)")
     assert shown == [("stdout", "".join(f"[rank 0] {i}\n" for i in range(5000)))]
 
 

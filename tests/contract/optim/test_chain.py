@@ -138,10 +138,7 @@ def test_leaf_by_leaf_is_refused_by_name() -> None:
     made: Optimizer = chain(clip, adamw)
     text = re.escape(f"{clip} can't be applied leaf by leaf: an update of one leaf may depend on the others.")
     state = made.init({})
-    for call in (
-        lambda: made.update_leaves([], [], [], state),
-        lambda: made.leaf_states(state, {}),
-    ):
+    for call in (lambda: made.update_leaves([], [], [], state), lambda: made.leaf_states(state, {})):
         refuses(OptimError, text, call)
 
 

@@ -15,14 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Muon, RMSprop
 
 import ltx
 from ltx.errors import LtxError
-from ltx.optim import (
-    adjust,
-    adjustable,
-    chain,
-    clip_by_global_norm,
-    from_torch,
-    partition,
-)
+from ltx.optim import adjust, adjustable, chain, clip_by_global_norm, from_torch, partition
 from tests.contract.optim.cases import same_bits
 from tests.contract.optim.test_opaque import Lion
 from tests.kinds import Ranks

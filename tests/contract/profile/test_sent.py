@@ -267,12 +267,7 @@ BESIDE: dict[str, tuple[ltx.Strategy, optim.Optimizer, dict[str, Any], list[Issu
         {},
         [[PART, ("exchange 0", "psum", 8), PARTS]] * 3,  # the sum of squares is in double precision
     ),
-    "clipping what all share": (
-        ltx.DDPStrategy(),
-        optim.chain(optim.clip_by_global_norm(1.0), SGD),
-        {},
-        [[WHOLE]] * 3,
-    ),
+    "clipping what all share": (ltx.DDPStrategy(), optim.chain(optim.clip_by_global_norm(1.0), SGD), {}, [[WHOLE]] * 3),
 }
 
 

@@ -65,10 +65,7 @@ WRITTEN: dict[str, tuple[Callable[[list[Any]], Any], Callable[[Any], list[Any]]]
     "tuples": (lambda samples: samples, lambda batch: batch),
     "lists": (lambda samples: [[a, b] for a, b in samples], lambda batch: batch),
     "named tuples": (lambda samples: [Sample(*x) for x in samples], lambda batch: batch),
-    "dataclasses": (
-        lambda samples: [Record(*x) for x in samples],
-        lambda batch: [(x.image, x.boxes) for x in batch],
-    ),
+    "dataclasses": (lambda samples: [Record(*x) for x in samples], lambda batch: [(x.image, x.boxes) for x in batch]),
     "mappings": (
         lambda samples: [UserDict(image=a, boxes=b) for a, b in samples],
         lambda batch: [(x["image"], x["boxes"]) for x in batch],
@@ -81,10 +78,7 @@ WRITTEN: dict[str, tuple[Callable[[list[Any]], Any], Callable[[Any], list[Any]]]
         lambda samples: ([{"of": (a, b), "n": 3, "scale": torch.ones(())} for a, b in samples], {"y": torch.ones(4)}),
         lambda batch: [x["of"] for x, _ in zip(batch[0], batch[1]["y"], strict=True)],
     ),
-    "graphs": (
-        lambda samples: [Pair(a, b) for a, b in samples],
-        lambda batch: [(x.x, x.edge_index) for x in batch],
-    ),
+    "graphs": (lambda samples: [Pair(a, b) for a, b in samples], lambda batch: [(x.x, x.edge_index) for x in batch]),
 }
 
 

@@ -44,14 +44,8 @@ def pulled_of_all(fs: Callable[[Tensor], Tensor], xs: Tensor) -> Tensor:
 
 #: By name: on one rank, and on all.
 CALLS: dict[str, tuple[Callable[[Op, Tensor], Any], Callable[[Op, Tensor], Tensor]]] = {
-    "jacobian": (
-        lambda op, x: jacobian(op.output, x, vectorize=True),
-        lambda op, xs: jacobian_of_sum(op.outputs, xs),
-    ),
-    "jacobian, forward": (
-        lambda op, x: jacobian(op.output, x, **FORWARD),
-        lambda op, xs: common_shift(op.outputs, xs),
-    ),
+    "jacobian": (lambda op, x: jacobian(op.output, x, vectorize=True), lambda op, xs: jacobian_of_sum(op.outputs, xs)),
+    "jacobian, forward": (lambda op, x: jacobian(op.output, x, **FORWARD), lambda op, xs: common_shift(op.outputs, xs)),
     "hessian": (
         lambda op, x: hessian(loss(op.output), x, vectorize=True),
         lambda op, xs: jacobian_of_sum(grad(total(op.outputs)), xs),

@@ -93,9 +93,7 @@ ROWS: dict[str, Row] = {
         replicated=False,
     ),
     "bagua bytegrad, hierarchical": Row(
-        ltx.BaguaStrategy("bytegrad", hierarchical=True, node_size=2),
-        bagua.eight_bit_gradients(node=2),
-        ranks=(4,),
+        ltx.BaguaStrategy("bytegrad", hierarchical=True, node_size=2), bagua.eight_bit_gradients(node=2), ranks=(4,)
     ),
     "bagua gradient_allreduce, hierarchical": Row(
         ltx.BaguaStrategy("gradient_allreduce", hierarchical=True, node_size=2, bucket_bytes=8, first_bucket_bytes=8),
@@ -161,13 +159,7 @@ ROWS: dict[str, Row] = {
     "DiLoCo, SlowMo's outer step, mixed": Row(
         ltx.DiLoCoStrategy(3, outer=sgd(0.8, momentum=0.5), fragments=2, update_alpha=0.25),
         partial(
-            diloco.diloco,
-            period=3,
-            lr=0.8,
-            momentum=0.5,
-            nesterov=False,
-            alpha=0.25,
-            fragments=(("b", "s"), ("w",)),
+            diloco.diloco, period=3, lr=0.8, momentum=0.5, nesterov=False, alpha=0.25, fragments=(("b", "s"), ("w",))
         ),
         ranks=(2,),
         replicated=False,

@@ -173,10 +173,7 @@ def test_every_fragment_is_due_once_a_period_and_alone(_: int, seed: int) -> Non
 def test_bytes(ranks: Ranks) -> None:
     """Two fragments: (a, b) of 48 numbers and (c, d) of 48; at most half of the model at a time."""
     n, header = 2, ring(inside.SUMMARY_BYTES, 2)
-    for fragments, expected in (
-        (1, [0, 0, 0, ring(4 * 96, n) + header]),
-        (2, [0, ring(4 * 48, n) + header] * 2),
-    ):
+    for fragments, expected in ((1, [0, 0, 0, ring(4 * 96, n) + header]), (2, [0, ring(4 * 48, n) + header] * 2)):
         for _, issued in ranks(n).run(trained, ltx.DiLoCoStrategy(4, fragments=fragments)):
             assert [sum(nbytes for _, nbytes in step) for step in issued] == expected * 3
 

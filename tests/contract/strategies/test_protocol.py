@@ -88,12 +88,7 @@ class Anchored(LocalSGD):
         return {path: state["anchor"] for path, state in anchors.items()}, anchors
 
 
-STRATEGIES = {
-    "local SGD": LocalSGD(),
-    "post-local SGD": PostLocalSGD(),
-    "gossip": Gossip(),
-    "anchored": Anchored(),
-}
+STRATEGIES = {"local SGD": LocalSGD(), "post-local SGD": PostLocalSGD(), "gossip": Gossip(), "anchored": Anchored()}
 
 
 def loss(params: Params, x: Tensor) -> Tensor:
@@ -180,10 +175,7 @@ PAIR = "Returns.after_update must return (params, states), states a dict by path
 ANSWERS: dict[str, tuple[Callable[[Params, Any], Any], str]] = {
     "parameters alone": (lambda p, s: p, PAIR + "dict."),
     "three": (lambda p, s: (p, s, None), PAIR + "a tuple of 3."),
-    "no dict": (
-        lambda p, s: (p, None),
-        PAIR + "(dict, NoneType).",
-    ),
+    "no dict": (lambda p, s: (p, None), PAIR + "(dict, NoneType)."),
     "no states": (
         lambda p, s: (p, {}),
         "Returns.after_update returned no 'anchor' and no 'extra' in the states of parameter 'b', which init made.",

@@ -175,10 +175,7 @@ STEP = ltx.data_parallel(lambda w, x: (w * x).sum(), QAdam(warmup_steps=5))
             optim.chain(optim.clip_by_global_norm(1.0), optim.qadam(warmup_steps=5)),
             "QAdam(warmup_steps=5) needs an ltx.optim.qadam with its warmup_steps and betas",
         ),
-        (
-            optim.qadam(warmup_steps=6),
-            "QAdam(warmup_steps=5) needs an ltx.optim.qadam with its warmup_steps and betas",
-        ),
+        (optim.qadam(warmup_steps=6), "QAdam(warmup_steps=5) needs an ltx.optim.qadam with its warmup_steps and betas"),
         (
             optim.qadam(warmup_steps=5, betas=(0.5, 0.999)),
             "QAdam(warmup_steps=5) needs an ltx.optim.qadam with its warmup_steps and betas",

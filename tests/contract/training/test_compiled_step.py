@@ -88,11 +88,7 @@ def test_all_buckets_are_started_before_the_first_is_waited_for(ranks: Ranks) ->
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("lr", lambda step: 0.1 / (1 + step)),
-        ("momentum", lambda step: 0.9),
-        ("lr", ltx.optim.adjustable(0.1)),
-    ],
+    [("lr", lambda step: 0.1 / (1 + step)), ("momentum", lambda step: 0.9), ("lr", ltx.optim.adjustable(0.1))],
 )
 def test_hyperparameters_that_change_are_refused(name: str, value: Any) -> None:
     sgd = ltx.optim.from_torch(torch.optim.SGD, **{"lr": 0.1, "momentum": 0.9, name: value})

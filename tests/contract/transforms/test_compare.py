@@ -119,11 +119,7 @@ VALUES: dict[str, tuple[Tensor, Tensor, str]] = {
     "infinite": (torch.ones(1), torch.tensor([torch.inf]), "1 of 1 elements differ, most at [0], by inf"),
     "signed zero": (torch.zeros(1), -torch.zeros(1), "1 of 1 elements differ, most at [0], by 0 (-0.0 instead of 0.0)"),
     "bfloat16": (torch.ones(3).bfloat16(), torch.zeros(3).bfloat16(), "3 of 3 elements differ, most at [0], by 1"),
-    "float8": (
-        torch.ones(3),
-        torch.zeros(3),
-        "3 of 3 elements differ, most at [0], by 1 (0.0 instead of 1.0)",
-    ),
+    "float8": (torch.ones(3), torch.zeros(3), "3 of 3 elements differ, most at [0], by 1 (0.0 instead of 1.0)"),
     "complex": (torch.ones(2, dtype=torch.complex64), torch.tensor([1, 1 + 1j]), "most at [1], by 1 ((1+1j) instead"),
     "conjugate": (torch.tensor([1j]), torch.tensor([1j]).conj(), "1 of 1 elements differ, most at [0], by 2"),
     "bool": (torch.tensor([True]), torch.tensor([False]), "most at [0], by 1 (False instead of True)"),

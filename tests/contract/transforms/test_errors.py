@@ -243,17 +243,14 @@ ERRORS: dict[type[Exception], dict[str, tuple[Callable[[], Any], str]]] = {
             lambda: ltx.block_backward_sync(ltx.data_parallel(lambda p, x: ltx.Weighted(linear(p, x), 0)))(P, X),
             f"Weighted: this rank's weight is 0, so there is no mean. {GIVE}",
         ),
-        "weights 0, training": (
-            lambda: train(lambda p, x: ltx.Weighted(linear(p, x), 0)),
-            NO_MEAN,
-        ),
+        "weights 0, training": (lambda: train(lambda p, x: ltx.Weighted(linear(p, x), 0)), NO_MEAN),
     },
     OptimError: {
         "a torch optimizer": (
             lambda: ltx.train_step(ltx.data_parallel(linear), torch.optim.SGD),
             "optimizer must be an ltx.optim.Optimizer, got <class 'torch.optim.sgd.SGD'>. Use "
             "ltx.optim.from_torch(torch.optim.AdamW, lr=...) or ltx.optim.from_functions(init, update).",
-        ),
+        )
     },
 }
 

@@ -236,10 +236,7 @@ STUCK: dict[str, tuple[dict[int, Told], set[tuple[int, int]]]] = {
         set(),
     ),
     "ranks wait for each other, but no thread for one that waits": (
-        {
-            0: told(waiting(1, "a", 5), a=(5, [1]), b=(3, [2])),
-            1: told(waiting(2, "b", 4), a=(4, [1]), b=(4, [2])),
-        },
+        {0: told(waiting(1, "a", 5), a=(5, [1]), b=(3, [2])), 1: told(waiting(2, "b", 4), a=(4, [1]), b=(4, [2]))},
         set(),
     ),
     "a ring of three": (RING, BOTH | {(2, 1)}),

@@ -50,11 +50,7 @@ def begin(
         of_rank: Begun = []
         for place, (operation, arguments) in enumerate(operations.items()):
             xs = torch.arange(4.0 * width).view(2, 2, width) * (place + 1)  # rank r's is xs[r]
-            expected = {
-                "psum": xs.sum(0),
-                "psum_scatter": xs.sum(0)[transport.rank],
-                "broadcast": xs[1],
-            }[operation]
+            expected = {"psum": xs.sum(0), "psum_scatter": xs.sum(0)[transport.rank], "broadcast": xs[1]}[operation]
             x = xs[transport.rank].clone()
             if transport.rank == 1:  # peers read its sums' inputs in place
                 storage = transport.room(x.nbytes)

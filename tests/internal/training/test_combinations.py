@@ -77,12 +77,7 @@ ROWS = [
     (strategy, hook, *others)
     for strategy, hook in (*product(STRATEGIES, HOOKS), *((name, None) for name in OTHERS))
     for others in product(
-        OPTIMIZERS,
-        ("backward", "update"),
-        ("off", "skip", "raise"),
-        PRECISIONS,
-        (None, 1),
-        (False, True),
+        OPTIMIZERS, ("backward", "update"), ("off", "skip", "raise"), PRECISIONS, (None, 1), (False, True)
     )
 ]
 REFUSED = re.compile(r"^.+ needs .+, which .+ doesn't offer: .+\.$", re.DOTALL)

@@ -63,13 +63,7 @@ OPENMPI = {
     "OMPI_COMM_WORLD_NODE_RANK": "1",  # the local rank among all jobs, not the node
     "MASTER_ADDR": "n0",
 }
-HYDRA = {
-    "PMI_RANK": "5",
-    "PMI_SIZE": "8",
-    "MPI_LOCALRANKID": "1",
-    "MPI_LOCALNRANKS": "4",
-    "MASTER_ADDR": "n0",
-}
+HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4", "MASTER_ADDR": "n0"}
 MVAPICH2 = {
     "MV2_COMM_WORLD_RANK": "5",
     "MV2_COMM_WORLD_SIZE": "8",
@@ -299,11 +293,7 @@ REFUSED: dict[str, tuple[Environ, dict[str, str | None], str]] = {
     "hydra without local size": (HYDRA, {"MPI_LOCALNRANKS": None}, "MPI_LOCALNRANKS is missing"),
     "hydra, rank no number": (HYDRA, {"PMI_RANK": ""}, "PMI_RANK='' .*from 0 to 7, below PMI_SIZE=8"),
     "mpirun_rsh, rank too large": (MVAPICH2, {"MV2_COMM_WORLD_RANK": "8"}, "RANK='8' .*below MV2_COMM_WORLD_SIZE=8"),
-    "torchrun, too few nodes": (
-        TORCHRUN,
-        {"GROUP_WORLD_SIZE": "1", "GROUP_RANK": None},
-        "GROUP_RANK is missing",
-    ),
+    "torchrun, too few nodes": (TORCHRUN, {"GROUP_WORLD_SIZE": "1", "GROUP_RANK": None}, "GROUP_RANK is missing"),
 }
 
 
