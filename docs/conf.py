@@ -127,7 +127,7 @@ INTERNAL = {
     "DataParallel": {"params_of", "run"},
     "DynamicLossScale": {"after", "start"},
     "SyncState": {"advanced", "checked_step", "new"},
-    "TrainState": {"become", "check_owned", "donate", "invalidate", "seen", "unseen"},
+    "TrainState": {"become", "check_owned", "donate", "invalidate", "seen"},
     "Weighted": {"checked"},
 }
 

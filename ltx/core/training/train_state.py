@@ -119,7 +119,7 @@ class TrainState(Readable):
     of_step: bool = field(default=False, init=False, repr=False)
     made_by: Any = field(default=None, init=False, repr=False)
     resolved: Any = field(default=None, init=False, repr=False)
-    #: The parts of an instance, read without noting it in :attr:`seen`.
+    # The parts of an instance, read without noting it in `seen`.
     held_params: ClassVar[Tree]
     held_buffers: ClassVar[Tree]
     held_opt_state: ClassVar[Tree]
