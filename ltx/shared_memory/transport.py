@@ -201,7 +201,7 @@ class SharedMemoryTransport:
             # interrupt, which probably comes here, during a wait, might leave the mode on.
             with private.below_all(), private.inference(True):
                 try:
-                    while self._empty() or self._reduce() or self._fill():
+                    while self._through[EMPTIED].next and (self._empty() or self._reduce() or self._fill()):
                         moved = True
                 except Exception:
                     try:  # a phase that raises again when it is repeated has failed
@@ -284,7 +284,7 @@ class SharedMemoryTransport:
 
     def _reduce(self) -> bool:
         entry = self._next(REDUCED)
-        if entry is None or self._least(FILLED) <= entry.place:
+        if entry is None or self._counters[self.rank][FILLED] <= entry.place or self._least(FILLED) <= entry.place:
             return False
         chunk, work, slot = entry.chunk, entry.work, entry.place % SLOTS
         work.refused |= len({words[TAGS + slot] for words in self._counters}) > 1
@@ -308,7 +308,9 @@ class SharedMemoryTransport:
             return False
         chunk, work = entry.chunk, entry.work
         # A chunk that this rank has reduced, all ranks have filled. Parts that others reduce have to be waited for.
-        if (self._counters[self.rank][REDUCED] if chunk.reduce is None else self._least(REDUCED)) <= entry.place:
+        if self._counters[self.rank][REDUCED] <= entry.place:
+            return False
+        if chunk.reduce is not None and self._least(REDUCED) <= entry.place:
             return False
         if not work.refused:
             chunk.take(self._slots(entry))

@@ -80,15 +80,15 @@ class Resolved:
         """The answers for the `state` that this step has made, in which `run` was the call of the user's step."""
         if not self.lasts or state.held_sync_state.leaves:
             return None
-        schedule, params = run.schedule, state.held_params
+        schedule, params, prepared = run.schedule, state.held_params, self.prepared
         plan = schedule.plan if isinstance(schedule, ProcessSchedule) else None
+        if prepared is not None and params is self.params and plan is self.plan and run.nodes == self.nodes:
+            return self
         if plan is not None and (
             stateful_hook(plan.hook) or sum(map(len, map(attrgetter("members"), plan.buckets))) < len(self.leaves)
         ):
             return None
-        leaves, spec, prepared = self.leaves, self.spec, self.prepared
-        if prepared is not None and params is self.params and plan is self.plan and run.nodes == self.nodes:
-            return self
+        leaves, spec = self.leaves, self.spec
         if prepared is None or params is not self.params:
             leaves, spec = tree.flatten(params)
             if not self.train.donate and any(map(is_, leaves, self.leaves)):  # somebody may hold those of the old state
