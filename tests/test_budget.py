@@ -29,11 +29,11 @@ BUDGET = {
     "checkpoint": Size(1462, 7),
     "core": Size(1, 1),
     "core/base": Size(2360, 14),
-    "core/collectives": Size(2950, 10),
-    "core/comm": Size(3837, 16),
+    "core/collectives": Size(2955, 10),
+    "core/comm": Size(3833, 16),
     "core/gradients": Size(2559, 9),
     "core/optim": Size(2094, 7),
-    "core/ranks": Size(1051, 5),
+    "core/ranks": Size(1048, 5),
     "core/training": Size(3991, 16),
     "core/transforms": Size(3633, 13),
     "core/world": Size(1519, 7),
@@ -42,7 +42,7 @@ BUDGET = {
     "peers": Size(1593, 7),
     "profile": Size(488, 3),
     "runtime": Size(2927, 10),
-    "shared_memory": Size(573, 3),
+    "shared_memory": Size(575, 3),
     "strategies": Size(2779, 12),
 }
 

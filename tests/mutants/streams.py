@@ -33,14 +33,6 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        name="streams: a barrier goes over the device",
-        where="ProcessRanks.barrier",
-        old='self.user.issue("psum", torch.zeros(1, device="cpu"), label, on_host=True).wait()',
-        new='self.user.issue("psum", torch.zeros(1, device="cpu"), label).wait()',
-        breaks="ltx.barrier returns at once",
-        tests=(f"{_STEPS}::test_a_barrier_waits",),
-    ),
-    Mutant(
         name="streams: weights that add up to nothing are applied",
         where="scale_of",
         old=".masked_fill(empty, 0.0) / work.loss_scale, empty)",

@@ -94,7 +94,7 @@ def told(what: str, numbers: list[int], axis: Axis, call: comm.Signature | None 
     something else is told of it.
     """
     signature = call or comm.Signature(what, (), f"{len(numbers)} lengths")
-    return axis.ranks.tell(what, numbers, lambda: signature, lambda: (what, "lengths", len(numbers)))
+    return axis.ranks.tell(f"{what}: lengths", numbers, lambda: signature, lambda: (what, "lengths", len(numbers)))
 
 
 def _all_gather_inferred(value: Tree, axis: Any, dim: int) -> Tree:
@@ -121,7 +121,9 @@ def _all_gather_inferred(value: Tree, axis: Any, dim: int) -> Tree:
     agreed = found.ranks.confirm(key, signature)
     if not all(fit):  # all ranks have equal numbers of dimensions, so this raises on every rank
         dim_of("all_gather", leaves[fit.index(False)], dim)
-    told_lengths = found.ranks.tell(_INFERRED, [x.shape[dim] for x in leaves], signature, key) if leaves else []
+    told_lengths = []
+    if leaves:
+        told_lengths = found.ranks.tell(f"{_INFERRED}: lengths", [x.shape[dim] for x in leaves], signature, key)
     ats, moved = [dim % x.ndim for x in leaves], [movable("all_gather", x) for x in leaves]
     lengths = list(zip(*told_lengths, strict=True))
     rows = gathered(moved, ats, lengths, found, agreed)
@@ -410,4 +412,7 @@ def barrier(name: str | None = None, axis: Any = None) -> None:
         >>> import ltx
         >>> ltx.barrier("before evaluation")
     """
-    comm.resolve(axis).ranks.barrier(f"barrier {name!r}" if name else "barrier")
+    ranks, label = comm.resolve(axis).ranks, f"barrier {name!r}" if name else "barrier"
+    if ranks.device is not None and ranks.device.type != "cpu":
+        ranks.read(torch.zeros(1, device=ranks.device), label)
+    ranks.tell(label, [0], lambda: comm.Signature(label, ()), lambda: label)

@@ -126,7 +126,7 @@ class ProcessRanks(AxisComm):
         user.advance(replace(self.negotiate(user, key(), lambda: signature), signature=signature))
         with private.below_transforms():  # the numbers are sizes, which transforms don't change
             mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-            rows: list[list[int]] = user.issue("all_gather", mine, f"{label}: lengths", on_host=True).wait().tolist()
+            rows: list[list[int]] = user.issue("all_gather", mine, label, on_host=True).wait().tolist()
         return rows
 
     def objects(self, what: str, dump: Callable[[], Dumped], src: int | None = None) -> list[Dumped]:
@@ -136,7 +136,9 @@ class ProcessRanks(AxisComm):
         if not failed:
             payload = sealed(self, payload, issue)
         said = "2 lengths" if src is None else f"src={src}"
-        sizes = self.tell(what, [len(payload), int(failed)], lambda: Signature(what, (), said), lambda: (what, src))
+        sizes = self.tell(
+            f"{what}: lengths", [len(payload), int(failed)], lambda: Signature(what, (), said), lambda: (what, src)
+        )
         body = torch.zeros(max(length for length, _ in sizes), dtype=torch.uint8, device="cpu")
         if payload:
             body[: len(payload)].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
@@ -151,12 +153,6 @@ class ProcessRanks(AxisComm):
             text = ctypes.string_at(bodies[rank].data_ptr(), length) if length else b""
             rows[rank] = text if broken or rank == self.rank else opened(self, text, rank, issue), bool(broken)
         return rows
-
-    def barrier(self, label: str) -> None:
-        self.negotiate_issue(self.user, label, lambda: Signature(label, ()))
-        if self.device.type != "cpu":
-            self.read(torch.zeros(1, device=self.device), label)
-        self.user.issue("psum", torch.zeros(1, device="cpu"), label, on_host=True).wait()
 
 
 def key_of(name: str, x: torch.Tensor, static: Static = ()) -> tuple[Any, ...]:

@@ -202,9 +202,6 @@ class Ranks:
         """A copy of `x` on the host. Peers may have to take part."""
         return x
 
-    def barrier(self, label: str) -> None:
-        """Wait until all ranks have come here and the device has done all earlier work."""
-
 
 def _nothing() -> None:
     pass
