@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from functools import reduce
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
@@ -114,14 +115,16 @@ class Follower:
         same = [*map(id, map(dict.get, dicts, names))] == ids and [*map(_PLACES, self._own)] == places
         if same and [*map(_FLAGS, self._own)] == self._flags:
             return
-        there = {id(x) for x in self._module.parameters()}
+        there = {*map(id, self._module.parameters())}
         parts = (state.held_params, state.frozen, state.held_buffers)
         values = {path: value for part in parts if part for path, value in tensors_by_path(part)}
         for i, (path, flag) in enumerate(zip(self._paths, self._flags, strict=True)):
             x = self._own[i]
             what = "was replaced" if path in self._params and id(x) not in there else ""
             if path in self.buffers:
-                x = self._own[i] = self.buffers[path] = self._module.get_buffer(path)
+                now = reduce(lambda part, name: getattr(part, name, None), path.split("."), cast(Any, self._module))
+                what = "was removed" if now is None else ""
+                x = self._own[i] = self.buffers[path] = x if now is None else now
             if x.requires_grad is not flag:
                 what = f"requires {'a' if x.requires_grad else 'no'} gradient now, other than at train.init"
             value = values.get(path, x)

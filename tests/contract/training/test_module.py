@@ -211,6 +211,8 @@ def parameter_replaced(model: Net) -> None:
 #: What becomes of a module between two steps, and the error.
 BECOMES: dict[str, tuple[Callable[[Net], Any], str]] = {
     "a part replaced": (parts_replaced, "'last.bias' of Net was replaced"),
+    "a buffer removed": (lambda m: delattr(m.norm, "running_var"), "'norm.running_var' of Net was removed"),
+    "no buffer any more": (lambda m: setattr(m.norm, "running_mean", None), "'norm.running_mean' of Net was removed"),
     "a parameter replaced": (parameter_replaced, "'first.bias' of Net was replaced"),
     "frozen": (
         lambda m: m.first.requires_grad_(False),
