@@ -223,7 +223,7 @@ MUTANTS = (
         old="return not under_way",
         new="return True",
         breaks="ltx.debug_checks() doesn't compare the buckets of steady steps",
-        tests=("tests/internal/peers/test_debug.py", "tests/internal/training/test_between_steps.py"),
+        tests=("tests/internal/peers/test_debug.py::test_a_steady_step_is_compared_too",),
     ),
     Mutant(
         name="steps: a state keeps leaves that somebody else has",

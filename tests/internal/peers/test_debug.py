@@ -109,6 +109,23 @@ def test_known_calls_that_differ(on_new_axis: OnNewAxis, name: str) -> None:
     assert after == 4.0, "nothing of the call has moved: the axis works as before"
 
 
+def test_a_steady_step_is_compared_too(on_new_axis: OnNewAxis) -> None:
+    """Its buckets are those of the step before, which asks nothing anew."""
+
+    def run() -> str:
+        train = ltx.train_step(ltx.data_parallel(step), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+        state = train.init(torch.ones(2))
+        ltx.psum(torch.ones(2))
+        for _ in range(3):
+            state, _ = train(state)
+        assert state.resolved is not None
+        with pytest.raises(RankMismatchError) as caught, ltx.debug_checks():
+            ltx.psum(torch.ones(2)) if int(ltx.axis_index()) else train(state)
+        return str(caught.value)
+
+    assert "on the operation: rank 0: data_parallel; rank 1: psum" in on_new_axis(run).replicated()
+
+
 def test_equal_calls_from_different_lines(on_new_axis: OnNewAxis) -> None:
     def run(same_lines: bool) -> tuple[list[float], str]:
         a, b = torch.ones(2), torch.full((2,), 2.0)
