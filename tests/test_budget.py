@@ -25,13 +25,13 @@ class Size(NamedTuple):
 
 BUDGET = {
     ".": Size(2201, 10),
-    "all": Size(39446, 167),
+    "all": Size(39443, 167),
     "checkpoint": Size(1462, 7),
     "core": Size(1, 1),
     "core/base": Size(2360, 14),
     "core/collectives": Size(2955, 10),
     "core/comm": Size(3833, 16),
-    "core/gradients": Size(2559, 9),
+    "core/gradients": Size(2556, 9),
     "core/optim": Size(2094, 7),
     "core/ranks": Size(1048, 5),
     "core/training": Size(3994, 16),

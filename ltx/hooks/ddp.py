@@ -131,7 +131,7 @@ class FromTorch(CommHook):
                 raise StrategyError(
                     f"rank {axis_comm.rank}: {label}: expected a torch.futures.Future, got {type(future).__name__}."
                 )
-            axis_comm.bucket_channel(0).wait_for_future(future, label)
+            axis_comm.first_phase.wait_for_future(future, label)
             result = future.wait()
         except RuntimeError as error:
             if bucket.refused is None or bucket.refused is error:
@@ -324,7 +324,7 @@ class ToTorch:
         # Ranks must have equal buckets and hooks: they compare each new bucket.
         last, state_names = bucket.is_last(), sorted({name for state in states for name in state})
         on.negotiate_issue(
-            on.bucket_channel(0),
+            on.first_phase,
             ("to_torch", hook, tuple(names), mine, tuple(state_names), last),
             lambda: comm.Signature.of(
                 f"bucket {mine.index} of DistributedDataParallel",

@@ -80,7 +80,7 @@ class ProcessRanks(AxisComm):
     def confirm(
         self, key: Key, describe: Describe, offer: Callable[[], Any] = lambda: None, channel: str = "user"
     ) -> Agreement:
-        on = self.user if channel == "user" else self.background if channel == "background" else self.bucket_channel(0)
+        on = self.user if channel == "user" else self.background if channel == "background" else self.first_phase
         return self.negotiate(on, key(), describe, offer)
 
     def announce(self, agreement: Agreement) -> None:

@@ -283,7 +283,7 @@ class ProcessSchedule(Schedule):
         pending, agreement, unreduced = self.pending, self.plan.agreement, self.unreduced()
         pending.summed = sums
         if not self.fenced:
-            pending.sent = self.comm.peers.own.sent
+            pending.among, pending.sent = self.among, self.comm.peers.own.sent
         pending.summary = comm.begin_pass(self.comm, pending.among, name, agreement, total, weight, unreduced)
 
     def in_forward(self) -> AbstractContextManager[None]:
@@ -477,11 +477,8 @@ class ProcessSchedule(Schedule):
 
     def finish(self) -> comm.StepSummary | None:
         """After the last bucket: finish the step summary, and release the reduced buckets."""
-        pending = self.pending
-        if self.again:
-            self.pending = Pending(self.comm, self.among, streams=self.plan.streams)
         self._reset()
-        return pending.finish()
+        return self.pending.finish()
 
 
 def inner_pass(who: str) -> UnsupportedError:

@@ -196,7 +196,7 @@ class GraphSchedule(Schedule):
             return lambda: collective_alone(request)
         assert axis.comm
         request.check_rows(size)
-        group = axis.comm.bucket_channel(0).group_for(buffer.device).group_name
+        group = axis.comm.first_phase.group_for(buffer.device).group_name
         if not buffer.numel():  # nothing to send; every rank has the same shapes
             return lambda: buffer
         started, wait = OPERATIONS[request.operation].begin_in_graph(buffer, size, group, request.arguments)
