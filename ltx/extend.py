@@ -9,7 +9,6 @@ Base classes to derive from. Their instances compare, hash, pickle and print by 
 * :class:`Optimizer <ltx.optim.Optimizer>`: two pure functions, ``init(params)`` and ``update(grads, state, params)``.
 * :class:`HookOffers`, :class:`StrategyOffers`, :class:`OptimizerOffers`: what a hook, a strategy or an optimizer can
   do, its ``offers``.
-* :class:`BucketSettings`: the fields that every strategy has.
 
 What a hook gets and returns.
 
@@ -35,7 +34,7 @@ What a strategy gets and returns.
 * :data:`States`: the communication state, a :data:`LeafState` by the path of each parameter.
 * :class:`Update`: the optimizer's part of a step; ``update.apply()`` runs it.
 * :class:`Updated`: everything that a step changes: parameters and states.
-* :class:`Exchange`: a communication that ``Strategy.exchange`` has started; ``wait()`` returns its results.
+* :class:`Exchange`: a communication that :func:`exchange` has started; ``wait()`` returns its results.
 * :func:`negotiate`: lets ranks check in advance that they will start the same exchange.
 * :func:`communicate_after_update`: the end of a step that a :class:`PostUpdateHook` does for all buckets together.
 * :class:`Old`, :class:`PostUpdateResult`: the old state that ``PostUpdateHook.finish_bucket`` gets, and what it
@@ -85,7 +84,6 @@ from ltx.core.gradients import buffers
 from ltx.core.gradients.comm_hook import AllReduce, CommHook, HookOffers, around, states_of
 from ltx.core.gradients.exchange import Exchange
 from ltx.core.gradients.pending import Pending
-from ltx.core.gradients.planning import BucketSettings
 from ltx.core.gradients.reduction import (
     Bucket,
     BucketInput,
@@ -99,7 +97,7 @@ from ltx.core.gradients.reduction import (
 )
 from ltx.core.optim.base import Optimizer, OptimizerOffers, Update
 from ltx.core.ranks.axis import Axis, inner, outer
-from ltx.core.transforms.strategy import Strategy, StrategyOffers, negotiate
+from ltx.core.transforms.strategy import Strategy, StrategyOffers, communicate_after_update, exchange, negotiate
 from ltx.core.transforms.strategy_update import (
     Old,
     PostUpdateHook,
@@ -108,7 +106,6 @@ from ltx.core.transforms.strategy_update import (
     States,
     StepInfo,
     Updated,
-    communicate_after_update,
 )
 
 __all__ = [
@@ -116,7 +113,6 @@ __all__ = [
     "Axis",
     "Bucket",
     "BucketInput",
-    "BucketSettings",
     "CollectiveRequest",
     "CommHook",
     "Exchange",
@@ -147,6 +143,7 @@ __all__ = [
     "comm",
     "communicate_after_update",
     "drive_within",
+    "exchange",
     "inner",
     "needs",
     "negotiate",

@@ -24,26 +24,26 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    ".": Size(2201, 10),
-    "all": Size(39443, 167),
+    ".": Size(2198, 10),
+    "all": Size(39467, 167),
     "checkpoint": Size(1462, 7),
     "core": Size(1, 1),
-    "core/base": Size(2360, 14),
-    "core/collectives": Size(2955, 10),
-    "core/comm": Size(3833, 16),
-    "core/gradients": Size(2556, 9),
+    "core/base": Size(2363, 14),
+    "core/collectives": Size(2957, 10),
+    "core/comm": Size(3832, 16),
+    "core/gradients": Size(2549, 9),
     "core/optim": Size(2094, 7),
-    "core/ranks": Size(1048, 5),
+    "core/ranks": Size(1033, 5),
     "core/training": Size(3994, 16),
-    "core/transforms": Size(3633, 13),
+    "core/transforms": Size(3666, 13),
     "core/world": Size(1519, 7),
-    "hooks": Size(2652, 13),
+    "hooks": Size(2656, 13),
     "optim": Size(773, 4),
     "peers": Size(1593, 7),
     "profile": Size(488, 3),
     "runtime": Size(2927, 10),
     "shared_memory": Size(575, 3),
-    "strategies": Size(2779, 12),
+    "strategies": Size(2787, 12),
 }
 
 

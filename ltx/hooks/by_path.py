@@ -37,12 +37,11 @@ class Partition(Several):
             return max(one.phases(axis_size) if callable(one.phases) else one.phases for one in each)
 
         return HookOffers(
-            **{name: all(getattr(one, name) for one in each) for name in ("exact", "alike", "sums", "gives_gradients")},
+            **{name: all(getattr(one, name) for one in each) for name in ("exact", "alike", "sums")},
             reach=furthest(self.members),
             state_names=super().state_names,
             reads_step=any(one.reads_step for one in each),
             constant_after=max(ends) if len(ends) == len(each) else None,
-            bucket_factor=max(one.bucket_factor for one in each),
             phases=phases,
         )
 
@@ -65,9 +64,10 @@ class Partition(Several):
         return tuple(dict.fromkeys(chain.from_iterable(hook.axes(axis) for hook in self.members)))
 
     def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
-        """Of gradients that hooks pack by their own: only whether all results are sums is asked."""
+        """Of gradients that hooks pack by their own: only what all results are is asked."""
         each = [hook.packing(dtype, axis_size) for hook in self.members]
-        return each[0] if all(one.counts_as is not None for one in each) else each[0]._replace(counts_as=None)
+        counts_as = each[0].counts_as if all(one.counts_as is not None for one in each) else None
+        return each[0]._replace(counts_as=counts_as, proportional=all(one.proportional for one in each))
 
     def __repr__(self) -> str:
         return f"partition({dict(zip(self.patterns, self.members, strict=True))!r})"

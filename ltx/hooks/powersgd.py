@@ -30,6 +30,7 @@ from ltx.extend import (
     CollectiveRequest,
     CommHook,
     LeafState,
+    Packing,
     arguments,
     brief,
     buffers,
@@ -54,7 +55,7 @@ class PowerHook(LossyHook):
     """
 
     reads_step: ClassVar[bool] = True
-    bucket_factor: ClassVar[int] = 4
+    _bucket_factor: ClassVar[int] = 4
 
     rank: int = 1
     start_step: int = 1000
@@ -69,6 +70,9 @@ class PowerHook(LossyHook):
 
     def at(self, step: int) -> CommHook:
         return AllReduce() if step < self.start_step else self
+
+    def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
+        return super().packing(dtype, axis_size)._replace(bucket_factor=self._bucket_factor)
 
     @property
     def constant_after(self) -> int:
@@ -209,7 +213,7 @@ class BatchedPowerSGD(PowerHook):
     """
 
     phases: ClassVar[int] = 2
-    bucket_factor: ClassVar[int] = 1  # a larger bucket is a larger matrix, which is approximated worse
+    _bucket_factor: ClassVar[int] = 1  # a larger bucket is a larger matrix, which is approximated worse
 
     warm_start: bool = field(default=False, init=False, repr=False)
 

@@ -23,7 +23,20 @@ import torch
 
 from ltx import hooks
 from ltx.errors import StrategyError
-from ltx.extend import Axis, Exchange, StateLayout, States, StepInfo, Update, Updated, arguments, brief, negotiate, tree
+from ltx.extend import (
+    Axis,
+    Exchange,
+    StateLayout,
+    States,
+    StepInfo,
+    Update,
+    Updated,
+    arguments,
+    brief,
+    exchange,
+    negotiate,
+    tree,
+)
 from ltx.optim import Optimizer
 from ltx.strategies.nodes import ByNode, NodeStrategy, WithinNode, node
 from ltx.typing import Tree
@@ -206,7 +219,7 @@ class AsyncAveraging(NodeStrategy):
             return flags
         there = StepInfo(info.step, node(info.axis, self.together))
         given = torch.tensor(flags, dtype=torch.float64, device="cpu")
-        reduced, _ = self.exchange(_MEAN, [given], ["whether a round is due"], there).wait()
+        reduced, _ = exchange(self, _MEAN, [given], ["whether a round is due"], there).wait()
         return [round(self.together * inputs) == self.together for inputs in reduced[0].tolist()]
 
     def _begin(self, params: Tree, states: States, info: StepInfo, before: Round | None) -> tuple[Round | None, States]:
@@ -246,12 +259,12 @@ class AsyncAveraging(NodeStrategy):
         if self.together == 1:
             return reduced
         there = StepInfo(info.step, node(info.axis, self.together))
-        return self.exchange(ByNode(self.together, steps=(3,)), reduced, self._message(params, 0)[1], there).wait()[0]
+        return exchange(self, ByNode(self.together, steps=(3,)), reduced, self._message(params, 0)[1], there).wait()[0]
 
     def _exchange(self, params: Tree, info: StepInfo, training: float | None, finishing: int) -> Exchange:
         if self.schedule is None and info.axis.ranks.overlaps:
             _clocked[info.axis.ranks] = training
-        return self.exchange(self._round, *self._message(params, finishing), info, background=True)
+        return exchange(self, self._round, *self._message(params, finishing), info, background=True)
 
     def _message(self, params: Tree, finishing: int) -> tuple[list[torch.Tensor], list[str]]:
         """The tensors that a round sends, and their names: parameters and, with a clock, whether this rank finishes."""

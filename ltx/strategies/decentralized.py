@@ -56,6 +56,7 @@ from ltx.extend import (
     buffers,
     comm,
     communicate_after_update,
+    exchange,
     tree,
 )
 from ltx.hooks import AllReduce, ByteGrad, CommHook
@@ -150,9 +151,9 @@ class Decentralized(GossipStrategy):
         given = [*given, step_tag(info.step, given[0])]
         gossip = AllReduce() if self.peer_selection_mode == "all" else ShiftOne(self.communication_interval)
         if self.node_size is None:
-            return self.exchange(gossip, given, paths, info)
-        given, _ = self.exchange(ByNode(self.node_size, steps=(1,)), given, paths, info).wait()
-        return self.exchange(ByNode(self.node_size, gossip, (2,)), given, paths, info)
+            return exchange(self, gossip, given, paths, info)
+        given, _ = exchange(self, ByNode(self.node_size, steps=(1,)), given, paths, info).wait()
+        return exchange(self, ByNode(self.node_size, gossip, (2,)), given, paths, info)
 
     def update(self, update: Update, states: States, info: StepInfo, pending: Exchange | None) -> Updated:
         if pending is None:
@@ -160,7 +161,7 @@ class Decentralized(GossipStrategy):
         spec, paths = tree.flatten(update.params)[1], [*tree.leaf_paths(update.params), "number of steps"]
         reduced, _ = pending.wait()
         if self.node_size is not None:
-            reduced, _ = self.exchange(ByNode(self.node_size, steps=(3,)), reduced, paths, info).wait()
+            reduced, _ = exchange(self, ByNode(self.node_size, steps=(3,)), reduced, paths, info).wait()
         *reduced, tag = reduced
         if isinstance(info.axis.rank, int):
             self._check(info.axis.ranks.read(tag, "the number of steps"), info, info.axis.rank)
@@ -286,8 +287,7 @@ class LowPrecisionDecentralized(GossipStrategy):
         if not self.communicates(info.step):
             return Updated(params, opt_state, states, pending)
         return replace(
-            communicate_after_update(self.exchange, self._ring, update, params, opt_state, states, info),
-            pending=pending,
+            communicate_after_update(self, self._ring, update, params, opt_state, states, info), pending=pending
         )
 
 

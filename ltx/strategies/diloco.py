@@ -33,6 +33,7 @@ from ltx.extend import (
     Updated,
     arguments,
     collectives,
+    exchange,
     needs,
     negotiate,
     optimizers,
@@ -265,7 +266,7 @@ class DiLoCoStrategy(Strategy):
         moved = [a.to(x.dtype).to(a.dtype) - x for a, x in zip(anchors, members.values(), strict=True)]
         hook = resolved(self.outer_hook).at(outer_step)
         held, info = [states_of(hook, states[path]) for path in members], StepInfo(outer_step, info.axis)
-        return self.exchange(hook, moved, list(members), info, held, background=self.fragment_sync_delay > 0)
+        return exchange(self, hook, moved, list(members), info, held, background=self.fragment_sync_delay > 0)
 
     def _moved(self, params: Tree, states: States, at: int, sent: Exchange) -> States:
         """The states after the outer step that follows the update of step `at`."""

@@ -227,7 +227,7 @@ class HorovodStrategy(Strategy):
             return Updated(*update.apply(), states)
         given, opt_state = update.optimizer.apply(update.grads, update.opt_state, update.params)
         hook = AdasumOfMoves(self._short)
-        moved = communicate_after_update(self.exchange, hook, update, given, opt_state, states, info)
+        moved = communicate_after_update(self, hook, update, given, opt_state, states, info)
         params, opt_state = update.if_finite((moved.params, opt_state), (update.params, update.opt_state))
         return replace(moved, params=params, opt_state=opt_state)
 
@@ -291,11 +291,6 @@ class Scaled(hooks.CommHook):
     passes: bool = False  # whether to add the gradients of earlier passes, which the communication state holds
 
     @property
-    def gives_gradients(self) -> bool:
-        # no scale has been applied to the earlier passes' gradients
-        return self.hook.gives_gradients and not self.passes
-
-    @property
     def state_names(self) -> tuple[str, ...]:
         return (*self.hook.state_names, PASSES) if self.passes else self.hook.state_names
 
@@ -307,12 +302,14 @@ class Scaled(hooks.CommHook):
         return replace(self, hook=self.hook.at(step))
 
     def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
-        narrow, scale, counts_as, terms = self.hook.packing(dtype, axis_size)
-        # Gradients of several passes are added before they are rounded.
-        dtype, whole = collectives.wide(dtype) if self.passes else narrow, scale * axis_size
+        own = self.hook.packing(dtype, axis_size)
+        scale = own.scale * axis_size
         if self.op == "sum":
-            return Packing(dtype, whole, counts_as and counts_as * axis_size, terms)
-        return Packing(dtype, whole / (axis_size if self.predivide is None else self.predivide), counts_as, terms)
+            own = own._replace(scale=scale, counts_as=own.counts_as and own.counts_as * axis_size)
+        elif self.predivide is not None:
+            own = own._replace(scale=scale / self.predivide)
+        # Gradients of several passes are added before they are rounded, and to those of passes before a loss scale.
+        return own._replace(dtype=collectives.wide(dtype), proportional=False) if self.passes else own
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         dtype, states, flat = inputs.bucket.dtype, inputs.states, inputs.flat

@@ -26,7 +26,7 @@ import torch
 
 from ltx import hooks
 from ltx.errors import StrategyError
-from ltx.extend import Axis, LeafState, StateLayout, States, StepInfo, Strategy, arguments, brief, inner, tree
+from ltx.extend import Axis, LeafState, StateLayout, States, StepInfo, Strategy, arguments, brief, exchange, inner, tree
 from ltx.hooks.plain import EXACT, resolve_hook, resolved
 from ltx.optim import Optimizer
 from ltx.strategies.nodes import WithinNode
@@ -175,5 +175,5 @@ def mean_over(strategy: Strategy, params: Tree, info: StepInfo) -> Tree:
     if info.axis.size == 1:
         return params
     leaves, spec = tree.flatten(params)
-    means, _ = strategy.exchange(hooks.AllReduce(), leaves, tree.leaf_paths(params), info).wait()
+    means, _ = exchange(strategy, hooks.AllReduce(), leaves, tree.leaf_paths(params), info).wait()
     return tree.unflatten(spec, means)

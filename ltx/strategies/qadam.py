@@ -56,7 +56,6 @@ class MeanMomentum(hooks.CommHook):
     exact: ClassVar[bool] = False
     reach: ClassVar[str] = "bucket"
     sums: ClassVar[bool] = False
-    gives_gradients: ClassVar[bool] = False
 
     beta1: float
     among: hooks.CommHook = _EIGHT_BITS  # the hook that takes the mean
@@ -78,7 +77,7 @@ class MeanMomentum(hooks.CommHook):
         def terms(state: LeafState) -> list[tuple[torch.Tensor, float]]:
             return [(state[MOMENTUM], self.beta1 / axis_size), *among.terms(state)]
 
-        return among._replace(scale=(1 - self.beta1) / axis_size, terms=terms)
+        return among._replace(scale=(1 - self.beta1) / axis_size, terms=terms, proportional=False)
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         own = [states_of(self.among, state) for state in inputs.states]

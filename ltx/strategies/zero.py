@@ -41,6 +41,7 @@ from ltx.extend import (
     Update,
     Updated,
     communicate_after_update,
+    exchange,
     needs,
     optimizers,
     tree,
@@ -123,10 +124,7 @@ class ZeroStrategy(Strategy):
         return None if start is None else (start, 1)
 
     def hook(self, step: int) -> CommHook:
-        return resolved(self.comm_hook).at(step)
-
-    def hook_in_training(self, step: int) -> CommHook:
-        hook = self.hook(step)
+        hook = resolved(self.comm_hook).at(step)
         if isinstance(hook, HalfHook) and not hook.error_feedback:
             return MeanPart(hook.short)
         return CodedPart(hook) if isinstance(hook, CompressedAllReduce) else MeanPart()
@@ -183,7 +181,7 @@ class ZeroStrategy(Strategy):
         if axis.size == 1:
             after = [whole(new, old) for new, old in zip(tree.flatten(parts)[0], leaves, strict=True)]
             return Updated(tree.unflatten(spec, after), as_shards(opt_state, axis), states, pending)
-        shared = communicate_after_update(self.exchange, AllParts(), update, parts, opt_state, states, info)
+        shared = communicate_after_update(self, AllParts(), update, parts, opt_state, states, info)
         return replace(shared, opt_state=as_shards(opt_state, axis), pending=pending)
 
     def _coded(
@@ -191,13 +189,13 @@ class ZeroStrategy(Strategy):
     ) -> Updated:
         """The end of a step whose ranks send differences; `parts`: this rank's new parameters."""
         axis, (leaves, spec) = info.axis, tree.flatten(update.params)
-        hook, (unsent, of_unsent) = self.hook(info.step), tree.flatten(mine.unsent)
+        hook, (unsent, of_unsent) = resolved(self.comm_hook).at(info.step), tree.flatten(mine.unsent)
         wanted = [new + rest for new, rest in zip(parts, unsent, strict=True)]  # in the dtype of what isn't sent yet
         changes = [new - part(old, axis.rank, axis.size) for new, old in zip(wanted, leaves, strict=True)]
         coded = CodedParts(hook) if isinstance(hook, CompressedAllReduce) else AllParts()
-        exchange = self.exchange(coded, changes, tree.leaf_paths(update.params), info, like=update.params)
+        sent = exchange(self, coded, changes, tree.leaf_paths(update.params), info, like=update.params)
         after, left = list(leaves), list(unsent)
-        for bucket, (rows, _) in exchange.wait_buckets():
+        for bucket, (rows, _) in sent.wait_buckets():
             for member, block in zip(bucket.members, rows.split(bucket.sizes, 1), strict=True):
                 old = leaves[member]
                 after[member] = (old + whole(block, old)).to(old.dtype)
@@ -214,7 +212,7 @@ class ZeroStrategy(Strategy):
         leaves, spec = tree.flatten(own_shards(opt_state, info.axis))
         places = [place for place, leaf in enumerate(leaves) if leaf.ndim == 1]
         mine, names = [leaves[place] for place in places], [paths[place] for place in places]
-        for bucket, (rows, _) in self.exchange(AllParts(), mine, names, info).wait_buckets():
+        for bucket, (rows, _) in exchange(self, AllParts(), mine, names, info).wait_buckets():
             for member, block in zip(bucket.members, rows.split(bucket.sizes, 1), strict=True):
                 leaves[places[member]] = whole(block, like[places[member]])
         own: Shards = tree.unflatten(spec, leaves)
@@ -229,7 +227,7 @@ class ZeroStrategy(Strategy):
                 return own
             # the exchange takes the mean, and a sum is needed
             squares = [own.double().square().reshape(1) * info.axis.size]
-            squares, _ = self.exchange(AllReduce(), squares, ["the squared norm of the gradients"], info).wait()
+            squares, _ = exchange(self, AllReduce(), squares, ["the squared norm of the gradients"], info).wait()
             return squares[0].sqrt().reshape(()).to(own.dtype)
 
         found = optimizers.members_of(optimizer)

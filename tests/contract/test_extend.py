@@ -44,7 +44,7 @@ class OldStrategy(Strategy):
     def update(self, update: Any, states: States, info: StepInfo, pending: Any) -> Updated:
         params, opt_state = update.apply()
         if info.step % 2 == 1:
-            means, _ = self.exchange(ltx.hooks.AllReduce(), [params["w"]], ["w"], info).wait()
+            means, _ = extend.exchange(self, ltx.hooks.AllReduce(), [params["w"]], ["w"], info).wait()
             params = {"w": means[0]}
         return Updated(params, opt_state, states, pending)
 
@@ -89,7 +89,7 @@ class NewStrategy(extend.Strategy):
         if not self.communicates_after_update(info.step):
             return params, states
         leaves, spec = extend.tree.flatten(params)
-        means, _ = self.exchange(extend.AllReduce(), leaves, extend.tree.leaf_paths(params), info).wait()
+        means, _ = extend.exchange(self, extend.AllReduce(), leaves, extend.tree.leaf_paths(params), info).wait()
         return extend.tree.unflatten(spec, means), states
 
 

@@ -161,6 +161,8 @@ class Offering(Generic[R]):
         return found
 
     def __getattr__(self, name: str) -> Any:  # type checkers don't see that `kind` has it
+        if name in self._gone:
+            raise AttributeError(f"{type(self).__name__}.{name} is gone: {self._gone[name]}.", name=name, obj=self)
         raise lacks(f"{type(self).__name__!r} object", name)
 
 

@@ -44,6 +44,10 @@ def _averages(hook: Any, axis_size: int = 2) -> bool:
     return hook.packing(torch.float32, axis_size).counts_as is not None
 
 
+def _proportional(hook: Any) -> bool:
+    return bool(hook.packing(torch.float32, 2).proportional)
+
+
 _unsupported = partial(Need, error=UnsupportedError)
 
 _WAIT = 'use overlap="backward"'
@@ -117,17 +121,14 @@ TABLE = {
     "weighted, strategy": Need(
         "a loss that is an ltx.Weighted",
         "gradients that ranks average by weight at every step",
-        lambda x, step=0: x.layout.params != "per_rank" and x.hook_in_training(step) is not None,
+        lambda x, step=0: x.layout.params != "per_rank" and x.hook(step) is not None,
         _ALIKE,
     ),
     "weighted, hook": _unsupported(
-        "a loss that is an ltx.Weighted",
-        "gradients that it can divide by the weights",
-        lambda x: x.gives_gradients,
-        _ALIKE,
+        "a loss that is an ltx.Weighted", "gradients that it can divide by the weights", _proportional, _ALIKE
     ),
     "loss scale, hook": _unsupported(
-        "a loss scale", "gradients that it can divide by the scale", lambda x: x.gives_gradients, _UNSCALED
+        "a loss scale", "gradients that it can divide by the scale", _proportional, _UNSCALED
     ),
     "graph, hook or strategy": _unsupported(
         "a compiled graph",

@@ -36,7 +36,7 @@ def pack(
 
     It reads large gradients only once. `empty` provides the buffer; without it the buffer is new.
     """
-    wire_dtype, scale, _, terms = hook.packing(bucket.dtype, axis_size)
+    wire_dtype, scale, _, terms, *_ = hook.packing(bucket.dtype, axis_size)
     shape = (*batch, bucket.numel)
     if empty is None:
         flat = torch.empty(shape, dtype=wire_dtype, device=bucket.device)
@@ -107,7 +107,7 @@ def pack_pure(
     grads: Sequence[torch.Tensor], bucket: Bucket, hook: CommHook, axis_size: int, states: Sequence[LeafState]
 ) -> torch.Tensor:
     """:func:`pack` without in-place operations, for vmap and compiled graphs."""
-    wire_dtype, scale, _, terms = hook.packing(bucket.dtype, axis_size)
+    wire_dtype, scale, _, terms, *_ = hook.packing(bucket.dtype, axis_size)
     parts = []
     for grad, state in zip(grads, states, strict=True):
         wide = grad.to(wire_dtype) if wire_dtype.itemsize > grad.dtype.itemsize else grad

@@ -36,6 +36,8 @@ from ltx.core.ranks.axis import Axis
 GONE = {
     **dict.fromkeys(("scale", "wire_dtype", "extra_terms"), "packing(dtype, axis_size)"),
     **dict.fromkeys(("averages", "derivative_scale"), "packing(dtype, axis_size), whose counts_as may be None"),
+    "gives_gradients": "packing(dtype, axis_size), whose result may be proportional=False",
+    "bucket_factor": "packing(dtype, axis_size), whose result has a bucket_factor",
     **dict.fromkeys(("elementwise", "needs_whole"), 'reach, which is "element", "bucket" or "parameter"'),
     "by_path": "each(paths), which returns None if all have the same hook",
     "cast": "a row of ltx.hooks.combined.in_half",
@@ -59,17 +61,12 @@ class HookOffers:
             "bucket": on others in its bucket too. "parameter": on its whole parameter (rows and columns, a norm), or it
             isn't known; such a hook can't reduce DTensors, of which ranks hold parts.
         sums: it requests sums of floating numbers, which another hook may provide (:func:`ltx.hooks.chain`).
-        gives_gradients: its result scales with the gradients, as a mean of them does. A step whose loss is a
-            :class:`ltx.Weighted` divides the result by the sum of the weights, which comes later; a loss scale divides
-            it too.
         state_names: the tensors of one parameter's state; empty for a hook without state.
         reads_step: ``reduce`` reads the number of steps so far, for randomness too. In a hook without state
             ``inputs.step`` raises unless this is True.
         constant_after: the number of steps after which ``at`` always returns the same hook; None if it keeps changing.
             A hook that defines ``at`` has to set it. Compiled graphs can hold the hook from that step on; in them
             ``reduce`` gets the step as a tensor, which is enough to draw random numbers.
-        bucket_factor: a bucket, the first excepted, holds this many times the bytes that the strategy says. It is more
-            than 1 for hooks that send far less than the gradients: fewer and longer buffers cost them less.
         phases: the largest number of requests that ``reduce`` yields for a bucket, or a function of the number of ranks
             that gives it. Each phase has a channel of its own, which ranks open together when a plan is new, since
             gradients come in different orders in the backward pass.
@@ -79,11 +76,9 @@ class HookOffers:
     alike: bool = True
     reach: str = "bucket"
     sums: bool = True
-    gives_gradients: bool = True
     state_names: tuple[str, ...] = ()
     reads_step: bool = False
     constant_after: int | None = follows(lambda hook: 0 if type(hook).at is CommHook.at else None)
-    bucket_factor: int = 1
     phases: int | Callable[[int], int] = 1
 
 

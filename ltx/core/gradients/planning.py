@@ -263,7 +263,7 @@ def plan_buckets(
         group = groups[position] if groups else -1
         hook = hooks[position] if hooks else None
         kind = (leaf.dtype, leaf.device, group, hook)
-        most = bucket_bytes * (hook.bucket_factor if hook else 1)
+        most = bucket_bytes * (hook.packing(leaf.dtype, 2).bucket_factor if hook else 1)
         mine = open_members.setdefault(kind, [])
         if group < 0 and mine and filled[kind] + leaf.nbytes > (most if closed else first_bucket_bytes):
             closed.append(mine)
@@ -281,16 +281,7 @@ def plan_buckets(
 
 @dataclass(frozen=True, kw_only=True)
 class BucketSettings(Readable):
-    """How gradients are put into buckets, and how ranks are connected: the fields that every strategy has.
-
-    Attributes:
-        bucket_bytes: gradients travel in buckets of at most this many bytes, 25 MiB for the default on accelerators
-            whose collectives streams order; a hook that sends far less may ask for larger ones
-            (``HookOffers.bucket_factor``).
-        first_bucket_bytes: size of the first bucket; small, so that communication starts early.
-        process_group_backend: backend for ``ltx.init``; None chooses NCCL on CUDA and gloo on CPU.
-        timeout: how long ``ltx.init``'s collectives wait for a peer: a timedelta, or a number of seconds.
-    """
+    """How gradients are put into buckets, and how ranks are connected: the fields that every strategy has."""
 
     _one_line = True
 
@@ -333,7 +324,7 @@ def _plan(
 ) -> Plan:
     found = tuple(Leaf(*leaf) for leaf in leaves)
     bucket, first = sizes
-    buckets = plan_buckets(found, arrival, bucket if each else hook.bucket_factor * bucket, first, groups, each)
+    buckets = plan_buckets(found, arrival, bucket, first, groups, each or (hook,) * len(found))
     hooks = tuple(each[bucket.members[0]] for bucket in buckets) if each else ()
     return Plan(axis, hook, buckets, names, hooks=hooks, agreement=agreement)
 

@@ -117,12 +117,19 @@ class Packing(NamedTuple):
             derivatives, take it for that. None: it isn't, and has no derivative.
         terms: ``terms(state)``, the tensors of a parameter's state that are added to its gradient as it is packed, with
             their factors.
+        proportional: the result scales with the gradients, as a mean of them does. A step whose loss is a
+            :class:`ltx.Weighted` divides the result by the sum of the weights, which comes later; a loss scale divides
+            it too.
+        bucket_factor: a bucket, the first excepted, holds this many times the bytes that the strategy says. It is more
+            than 1 for hooks that send far less than the gradients: fewer and longer buffers cost them less.
     """
 
     dtype: torch.dtype
     scale: float
     counts_as: float | None
     terms: Callable[[LeafState], Terms] = lambda state: ()
+    proportional: bool = True
+    bucket_factor: int = 1
 
 
 #: The collectives that a reduction may ask for, and the static arguments of their rules.

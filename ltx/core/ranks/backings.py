@@ -183,20 +183,9 @@ class Ranks:
         """
         return [f(tensors, [False] * len(tensors))]
 
-    def of_first(self, signature: Any, f: OfTensor, x: torch.Tensor) -> torch.Tensor:
-        """``f(x)`` of rank 0, on all ranks; it must be contiguous and of the same shape on all ranks."""
-        return f(x)
-
     def tell(self, label: str, numbers: list[int], describe: Describe, key: Key) -> list[list[int]]:
         """Every rank's integers (equally many), sent in order with the collectives. Compared as by `confirm`."""
         return [numbers]
-
-    def objects(self, what: str, dump: Callable[[], Dumped], src: int | None = None) -> list[Dumped]:
-        """A list by rank of what `dump` returns: an object's bytes and False, or an error text and True.
-
-        `src`: the only rank whose object is wanted. A rank that is alone needn't call `dump`.
-        """
-        return [(b"", False)] * (1 if src is None else src + 1)
 
     def read(self, x: torch.Tensor, label: str) -> torch.Tensor:
         """A copy of `x` on the host. Peers may have to take part."""

@@ -25,7 +25,7 @@ from ltx.core.training.settings import TrainSettings
 from ltx.core.training.train_state import LossScale, Metrics, TrainState, drawn_again
 from ltx.core.transforms.plain_autograd import gradients
 from ltx.core.transforms.run import CallOptions, Weighted
-from ltx.core.transforms.strategy import shares_gradients
+from ltx.core.transforms.strategy import exchange, shares_gradients
 from ltx.core.transforms.strategy_update import StepInfo, Updated
 from ltx.core.transforms.sync_state import SyncState, plain_values
 from ltx.typing import Tree
@@ -217,7 +217,7 @@ def all_finite(
     ahead = not pure and runs_ahead(info, grads)  # the host doesn't wait for the answer
     bad = any_not_finite(grads) if pure else not_finite_on_device(grads) if ahead else not_finite(grads, sums)
     if must_sync_finite(train, info):
-        shared = train.step.strategy.exchange(EXACT, [bad.float().reshape(1)], ["whether gradients are finite"], info)
+        shared = exchange(train.step.strategy, EXACT, [bad.float().reshape(1)], ["whether gradients are finite"], info)
         bad = shared.wait()[0][0].reshape(()) > 0
     if train.bad_anywhere is not None:
         bad = train.bad_anywhere(bad)

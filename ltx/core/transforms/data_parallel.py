@@ -35,7 +35,7 @@ from ltx.core.transforms.run import (
     refuse_backward,
     refuse_gradients,
 )
-from ltx.core.transforms.strategy import Strategy, default_strategy, stateful
+from ltx.core.transforms.strategy import Strategy, default_strategy, hook_of_plain, stateful
 from ltx.core.transforms.sync_state import Synced, SyncState, check_state
 from ltx.typing import Step, Tree
 
@@ -174,7 +174,7 @@ class DataParallel(StepSettings):
         return params, state
 
     def _check_given(self, args: tuple[Any, ...]) -> None:
-        if self.blocked or (hook := self.strategy.hook(0)) is None:
+        if self.blocked or (hook := hook_of_plain(self.strategy, 0)) is None:
             return
         axis, params = comm.resolve(self.axis), self._params_of(args)[0]
         check_in_debug(axis, params)

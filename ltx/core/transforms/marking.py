@@ -41,7 +41,7 @@ from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import Alone
 from ltx.core.transforms.compare import check_in_debug, check_leaves, check_params_once, digest, hash_of, values
 from ltx.core.transforms.run import CallOptions, Marked, StepSettings
-from ltx.core.transforms.strategy import Strategy, constant_hook, default_strategy, in_dtype, stateful
+from ltx.core.transforms.strategy import Strategy, constant_hook, default_strategy, hook_of_plain, in_dtype, stateful
 from ltx.core.transforms.strategy_update import PostUpdateHook
 from ltx.core.transforms.sync_state import SyncState, check_state, kept_beside, states_of_leaves
 from ltx.typing import Tree
@@ -380,7 +380,7 @@ def _with_sparse(grads: Tree, strategy: Strategy, state: SyncState | None, axis:
     Sparse leaves aren't compressed. They are reduced first; in that collective ranks compare their whole trees.
     """
     sparse, dense = split_sparse(grads)
-    hook = strategy.hook(0 if state is None else state.checked_step())
+    hook = hook_of_plain(strategy, 0 if state is None else state.checked_step())
     require("sparse, hook", hook, f"sync_gradients: leaf {tree.leaf_paths(sparse)[0]!r}, which is sparse,")
     if hook is not None:
         found = comm.resolve(axis)
@@ -407,7 +407,7 @@ def _reduce(
     state: SyncState | None,
 ) -> tuple[list[torch.Tensor], SyncState | None]:
     step = state.checked_step() if state is not None else 0
-    hook = strategy.hook(step)
+    hook = hook_of_plain(strategy, step)
     if hook is None or not grads:
         return grads, None if state is None else state.advanced()
     if state is None and stateful(strategy):

@@ -20,7 +20,7 @@ from ltx.core.gradients.comm_hook import CommHook
 from ltx.core.gradients.planning import Plan
 from ltx.core.gradients.schedule import Schedule
 from ltx.core.ranks.axis import Axis
-from ltx.core.transforms.strategy import Strategy, default_strategy, in_dtype
+from ltx.core.transforms.strategy import Strategy, default_strategy, hook_of_plain, in_dtype
 from ltx.core.transforms.sync_state import plain_values
 from ltx.typing import Step, Tree
 
@@ -136,7 +136,7 @@ class StepSettings(Readable):
         """The hook for the gradients of synchronised step `step`. `training`: whether it is in a train step."""
         if self.blocked:
             return None
-        hook = self.strategy.hook_in_training(step) if training else self.strategy.hook(step)
+        hook = self.strategy.hook(step) if training else hook_of_plain(self.strategy, step)
         return hook if self.precision is None else in_dtype(hook, self.precision.reduce)
 
     @property

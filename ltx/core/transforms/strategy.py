@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 
@@ -13,13 +13,23 @@ from ltx.core.base import traced, tree
 from ltx.core.base.arguments import Offering, follows
 from ltx.core.base.handed_in import HandedIn
 from ltx.core.base.needs import require
-from ltx.core.gradients.comm_hook import CommHook, shared_part, stateful_hook
+from ltx.core.gradients.comm_hook import EXACT, CommHook, shared_part, stateful_hook
 from ltx.core.gradients.exchange import Exchange
 from ltx.core.gradients.planning import BucketSettings, Plan, make_plan
 from ltx.core.gradients.reduction import LeafState
 from ltx.core.optim.base import Optimizer, Update
 from ltx.core.ranks.axis import Axis
-from ltx.core.transforms.strategy_update import PostUpdateHook, StateLayout, States, StepInfo, Updated, check_next
+from ltx.core.transforms.strategy_update import (
+    Old,
+    PostUpdateHook,
+    StateLayout,
+    States,
+    StepInfo,
+    Updated,
+    check_next,
+    may_be_written_to,
+    take_updated,
+)
 from ltx.typing import Tree
 
 T = TypeVar("T")
@@ -36,9 +46,11 @@ def _has_own(strategy: Strategy, *methods: str) -> bool:
 GONE = {
     **dict.fromkeys(("check_axis", "check_optimizer"), "check(optimizer, axis)"),
     **dict.fromkeys(("constant_after", "stateful"), "cycle, from whose first step on hook(step) stays the same"),
+    "exchange": "ltx.extend.exchange(strategy, hook, tensors, paths, info)",
     "hook_in_graph": "hook(step) and cycle",
+    "hook_in_training": "hook(step); where a layout's opt_state is sharded, gradients outside of training are the mean",
     "needs_whole": 'post_update_hook(step), whose hook says reach = "parameter"',
-    "shares_gradients": "the hook of hook_in_training(step), which says whether all ranks get the same, alike",
+    "shares_gradients": "the hook of hook(step), which says whether all ranks get the same, alike",
     "takes_complex": "an error that init_optimizer raises",
 }
 
@@ -52,7 +64,6 @@ class StrategyOffers:
         cycle: (first, length): from step `first` on, what a step sends repeats every `length` steps; None if it doesn't
             repeat. From `first` on, compiled graphs can hold the hook, if it is the same at each step of the cycle.
             :func:`ltx.profile.compare` times that many steps at a time.
-        hook_in_training: ``hook(step)`` in a train step, where only ``update`` sees the gradients.
         communicates_after_update: whether ``update`` communicates after the optimizer. The optimizer then doesn't
             update in place, so that a step in which a peer fails doesn't change its state.
         communicates_besides: a training step communicates more than gradients.
@@ -63,7 +74,6 @@ class StrategyOffers:
     cycle: tuple[int, int] | None = follows(
         lambda strategy: None if (last := getattr(strategy.hook(0), "constant_after", 0)) is None else (last, 1)
     )
-    hook_in_training: OfStep[CommHook | None] = follows(lambda strategy: strategy.hook)
     communicates_after_update: OfStep[bool] = follows(lambda strategy: lambda n: _has_own(strategy, "after_update"))
     communicates_besides: bool = follows(lambda strategy: _has_own(strategy, "begin", "update", "after_update"))
     updates_in_buckets: bool = follows(lambda strategy: not _has_own(strategy, "update"))
@@ -79,17 +89,26 @@ class Strategy(Offering[StrategyOffers], BucketSettings, kind=StrategyOffers, go
 
     Most strategies define :meth:`hook`, which reduces the gradients during the backward pass, and :meth:`after_update`,
     which changes the parameters after the optimizer. Methods from :meth:`begin` on only concern train steps
-    (:func:`ltx.train_step`). They communicate through :meth:`exchange`: when a rank fails, messages left over from one
-    exchange don't mix with the next.
+    (:func:`ltx.train_step`). They communicate through :func:`ltx.extend.exchange`: when a rank fails, messages left
+    over from one exchange don't mix with the next.
 
     Attributes:
         offers: an :class:`ltx.extend.StrategyOffers`. A class overrides a default by an attribute, property or method
             of the field's name; a strategy has an attribute for each field.
-        bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`ltx.extend.BucketSettings`.
+        bucket_bytes: gradients travel in buckets of at most this many bytes, 25 MiB for the default on accelerators
+            whose collectives streams order; a hook that sends far less may ask for larger ones
+            (``Packing.bucket_factor``).
+        first_bucket_bytes: size of the first bucket; small, so that communication starts early.
+        process_group_backend: backend for ``ltx.init``; None chooses NCCL on CUDA and gloo on CPU.
+        timeout: how long ``ltx.init``'s collectives wait for a peer: a timedelta, or a number of seconds.
     """
 
     def hook(self, step: int) -> CommHook | None:
-        """The hook that reduces the gradients of synchronised step `step`; None leaves gradients local."""
+        """The hook that reduces the gradients of synchronised step `step`; None leaves gradients local.
+
+        If the layout's optimizer state is "sharded", it is for train steps, where only :meth:`update` sees gradients:
+        others get the exact mean.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define hook(step)")
 
     def init(self, param: Any, path: str = "") -> LeafState:
@@ -146,30 +165,31 @@ class Strategy(Offering[StrategyOffers], BucketSettings, kind=StrategyOffers, go
         """
         return None
 
-    def exchange(
-        self,
-        hook: CommHook,
-        tensors: Sequence[torch.Tensor],
-        paths: Sequence[str],
-        info: StepInfo,
-        states: Sequence[LeafState] = (),
-        *,
-        background: bool = False,
-        like: Tree = None,
-    ) -> Exchange:
-        """Start `hook` on tensors other than a backward pass' gradients; :meth:`Exchange.wait` returns the results.
 
-        Args:
-            hook: the hook that is run, on buckets of this strategy's sizes.
-            tensors: the tensors, with the same shapes and dtypes on every rank. They are copied before this returns.
-            paths: the names of the tensors in errors.
-            info: as the strategy got it.
-            states: the hook's state of each tensor.
-            background: the strategy waits only after the backward pass, or later; for hooks with one phase.
-            like: the tree of which the tensors are the leaves: they get the same buckets as its gradients.
-        """
-        plan = negotiate(self, hook, tensors, paths, info, states, background=background, like=like)
-        return Exchange(plan, tensors, states, background)
+def exchange(
+    strategy: Strategy,
+    hook: CommHook,
+    tensors: Sequence[torch.Tensor],
+    paths: Sequence[str],
+    info: StepInfo,
+    states: Sequence[LeafState] = (),
+    *,
+    background: bool = False,
+    like: Tree = None,
+) -> Exchange:
+    """Start `hook` on tensors other than a backward pass' gradients; :meth:`Exchange.wait` returns the results.
+
+    Args:
+        hook: the hook that is run, on buckets of the sizes of `strategy`.
+        tensors: the tensors, with the same shapes and dtypes on every rank. They are copied before this returns.
+        paths: the names of the tensors in errors.
+        info: as the strategy got it.
+        states: the hook's state of each tensor.
+        background: the strategy waits only after the backward pass, or later; for hooks with one phase.
+        like: the tree of which the tensors are the leaves: they get the same buckets as its gradients.
+    """
+    plan = negotiate(strategy, hook, tensors, paths, info, states, background=background, like=like)
+    return Exchange(plan, tensors, states, background)
 
 
 def negotiate(
@@ -203,6 +223,33 @@ def negotiate(
     )
 
 
+def communicate_after_update(
+    strategy: Strategy,
+    hook: PostUpdateHook,
+    update: Update,
+    given: Tree,
+    opt_state: Tree,
+    states: States,
+    info: StepInfo,
+) -> Updated:
+    """The end of a step whose optimizer has made `given` (new parameters, or whatever `hook` reduces)."""
+    starts, spec = tree.flatten(update.params)
+    paths = tree.leaf_paths(update.params)
+    old = Old(starts, [states.get(path, {}) for path in paths], info.axis.size)
+    pending = exchange(strategy, hook, tree.flatten(given)[0], paths, info, hook.begun(old), like=update.params)
+    old = replace(old, may_overwrite=update.may_overwrite and may_be_written_to(hook.written(old), opt_state))
+    params, found = list(starts), dict[int, LeafState]()
+    remaining = [take_updated(hook, *done, old, params, found) for done in pending.wait_buckets()]
+    left = [do for do in remaining if do is not None]
+    after = {**states, **{paths[member]: state for member, state in found.items() if state}}
+
+    def finish() -> None:
+        for do in left:
+            do()
+
+    return Updated(tree.unflatten(spec, params), opt_state, after, finish=finish if left else None)
+
+
 # --- what follows from a strategy's members ---------------------------------------------------------------------------
 
 
@@ -227,8 +274,13 @@ def _stateful(strategy: Strategy) -> bool:
 
 def shares_gradients(strategy: Strategy, step: int, axis: Axis | None = None) -> bool:
     """Whether ``update`` gets the same gradients on every rank that shares some, or on all ranks of `axis`."""
-    hook = strategy.hook_in_training(step)
+    hook = strategy.hook(step)
     return hook is not None and hook.alike and (axis is None or shared_part(hook, axis) is None)
+
+
+def hook_of_plain(strategy: Strategy, step: int) -> CommHook | None:
+    """The hook of synchronised step `step` where the caller gets the gradients, rather than ``update``."""
+    return EXACT if strategy.layout.opt_state == "sharded" else strategy.hook(step)
 
 
 def steps_ahead(strategy: Strategy) -> tuple[int, ...]:
@@ -243,7 +295,7 @@ def hooks_ahead(strategy: Strategy) -> tuple[CommHook | None, ...]:
 
 def constant_hook(strategy: Strategy, step: int) -> CommHook | None:
     """The hook for a graph that is compiled at `step` and runs at all later steps. Raises if the hook changes."""
-    who, hook = f"a graph that is compiled at step {step}", strategy.hook(step)
+    who, hook = f"a graph that is compiled at step {step}", hook_of_plain(strategy, step)
     require("graph, hook or strategy", strategy, who, step, constant_after(strategy))
     if hook is None:
         return None

@@ -25,7 +25,6 @@ from ltx.core.base.arguments import brief, outcome
 from ltx.core.base.errors import StrategyError
 from ltx.core.gradients.buffers import is_plain, prefers_few_calls
 from ltx.core.gradients.comm_hook import CommHook
-from ltx.core.gradients.exchange import Exchange
 from ltx.core.gradients.reduction import Bucket, LeafState, Reduced
 from ltx.core.optim.base import Update
 from ltx.core.ranks.axis import Axis
@@ -160,36 +159,6 @@ class PostUpdateHook(CommHook):
     def finish_bucket(self, bucket: Bucket, reduced: Reduced, old: Old) -> PostUpdateResult:
         """The result for a bucket, from its part of `old` and what :meth:`reduce` returned."""
         raise NotImplementedError(f"{type(self).__name__} must define finish_bucket(bucket, reduced, old)")
-
-
-def communicate_after_update(
-    exchange: Callable[..., Exchange],
-    hook: PostUpdateHook,
-    update: Update,
-    given: Tree,
-    opt_state: Tree,
-    states: States,
-    info: StepInfo,
-) -> Updated:
-    """The end of a step whose optimizer has made `given` (new parameters, or whatever `hook` reduces).
-
-    `exchange`: :meth:`ltx.core.transforms.strategy.Strategy.exchange` of the strategy.
-    """
-    starts, spec = tree.flatten(update.params)
-    paths = tree.leaf_paths(update.params)
-    old = Old(starts, [states.get(path, {}) for path in paths], info.axis.size)
-    pending = exchange(hook, tree.flatten(given)[0], paths, info, hook.begun(old), like=update.params)
-    old = replace(old, may_overwrite=update.may_overwrite and may_be_written_to(hook.written(old), opt_state))
-    params, found = list(starts), dict[int, LeafState]()
-    remaining = [take_updated(hook, *done, old, params, found) for done in pending.wait_buckets()]
-    left = [do for do in remaining if do is not None]
-    after = {**states, **{paths[member]: state for member, state in found.items() if state}}
-
-    def finish() -> None:
-        for do in left:
-            do()
-
-    return Updated(tree.unflatten(spec, params), opt_state, after, finish=finish if left else None)
 
 
 def take_updated(

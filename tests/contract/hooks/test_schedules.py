@@ -11,6 +11,7 @@ from torch import Tensor
 import ltx
 from ltx import hooks
 from ltx.errors import StrategyError
+from ltx.extend import exchange
 from ltx.hooks import CommHook
 from ltx.strategies import States, StepInfo
 from ltx.typing import Tree
@@ -48,7 +49,7 @@ class Sharing(ltx.Strategy):
         return True
 
     def after_update(self, params: Tree, states: States, info: StepInfo) -> tuple[Tree, States]:
-        (mean,), _ = self.exchange(self.comm_hook, [params], [""], info).wait()
+        (mean,), _ = exchange(self, self.comm_hook, [params], [""], info).wait()
         return mean, states
 
 

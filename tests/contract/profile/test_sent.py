@@ -12,7 +12,7 @@ from torch import Tensor
 
 import ltx
 from ltx import hooks, optim
-from ltx.extend import inner, outer
+from ltx.extend import exchange, inner, outer
 from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction
 from ltx.strategies import StateLayout, StepInfo
 from tests import inside
@@ -202,7 +202,7 @@ class InNodes(ltx.Strategy):
 
     def after_update(self, params: Params, states: Any, info: StepInfo) -> Any:
         for hook, part in ((InTwoPhases(), inner(info.axis, 2)), (hooks.FP16(), outer(info.axis, 2))):
-            mean, _ = self.exchange(hook, list(params.values()), list(params), replace(info, axis=part)).wait()
+            mean, _ = exchange(self, hook, list(params.values()), list(params), replace(info, axis=part)).wait()
             params = dict(zip(params, mean, strict=True))
         return params, states
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import ltx
 from ltx import hooks
 from ltx.errors import AxisError, UnsupportedError
-from ltx.extend import inner, outer
+from ltx.extend import exchange, inner, outer
 from ltx.hooks import BucketInput, CollectiveRequest, Reduction
 from ltx.strategies import StepInfo
 from tests.inside import find
@@ -90,7 +90,7 @@ def reduced(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     strategy = ltx.DDPStrategy(comm_hook=InTwoSteps(size), bucket_bytes=8, first_bucket_bytes=8)
     grad = torch.func.grad(ltx.data_parallel(lambda p, x: sum((q * x).sum() for q in p), strategy))
     grads = grad([torch.ones(3), torch.ones(1)], x)
-    exchanged, _ = strategy.exchange(InTwoSteps(size), [x], ["x"], StepInfo(0, find("data"))).wait()
+    exchanged, _ = exchange(strategy, InTwoSteps(size), [x], ["x"], StepInfo(0, find("data"))).wait()
     return grads[0], exchanged[0]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import ltx
 from ltx import hooks
 from ltx.errors import InvalidStateError, StrategyError
-from ltx.extend import Exchange, Update
+from ltx.extend import Exchange, Update, exchange
 from ltx.strategies import StateLayout, StepInfo, Updated
 from tests.kinds import Params
 from tests.train_on import refuses
@@ -25,7 +25,7 @@ STEPS, LR = 7, 0.1
 
 
 def mean_over(strategy: ltx.Strategy, params: Params, info: StepInfo) -> Params:
-    mean, _ = strategy.exchange(hooks.AllReduce(), list(params.values()), list(params), info).wait()
+    mean, _ = exchange(strategy, hooks.AllReduce(), list(params.values()), list(params), info).wait()
     return dict(zip(params, mean, strict=True))
 
 
@@ -65,7 +65,7 @@ class Gossip(ltx.Strategy):
         return None
 
     def begin(self, params: Params, states: Any, info: StepInfo, pending: Any) -> Exchange:
-        return self.exchange(hooks.AllReduce(), list(params.values()), list(params), info, background=True)
+        return exchange(self, hooks.AllReduce(), list(params.values()), list(params), info, background=True)
 
     def update(self, update: Update, states: Any, info: StepInfo, pending: Exchange) -> Updated:
         mean, _ = pending.wait()
