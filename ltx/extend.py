@@ -97,15 +97,19 @@ from ltx.core.gradients.reduction import (
 )
 from ltx.core.optim.base import Optimizer, OptimizerOffers, Update
 from ltx.core.ranks.axis import Axis, inner, outer
-from ltx.core.transforms.strategy import Strategy, StrategyOffers, communicate_after_update, exchange, negotiate
-from ltx.core.transforms.strategy_update import (
+from ltx.core.transforms.strategy import (
     Old,
     PostUpdateHook,
     PostUpdateResult,
     StateLayout,
     States,
     StepInfo,
+    Strategy,
+    StrategyOffers,
     Updated,
+    communicate_after_update,
+    exchange,
+    negotiate,
 )
 
 __all__ = [

@@ -20,7 +20,7 @@ from ltx.checkpoint.together import Together
 from ltx.core.base import tree
 from ltx.core.base.arguments import brief, checked
 from ltx.core.training.train_state import TrainState, counted, set_random_states
-from ltx.core.transforms.strategy_update import StateLayout
+from ltx.core.transforms.strategy import StateLayout
 from ltx.errors import CheckpointError, InputError
 
 T = TypeVar("T")

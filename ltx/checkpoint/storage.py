@@ -33,7 +33,7 @@ from ltx.checkpoint.directory import MISSING
 from ltx.core.base import private, tree
 from ltx.core.training.train_state import TrainState
 from ltx.core.transforms.compare import bytes_of, values
-from ltx.core.transforms.strategy_update import LeafLayout
+from ltx.core.transforms.strategy import LeafLayout
 from ltx.errors import CheckpointError, InputError, StepError
 from ltx.strategies.zero_parts import Shards
 

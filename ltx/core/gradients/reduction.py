@@ -228,7 +228,7 @@ class BucketInput:
         last: whether no bucket comes after this one.
         axis: the ranks; None in a reduction on its own.
         update: for a hook that updates parameters in its reduction
-            (:class:`ltx.core.transforms.strategy_update.PostUpdateHook`): a function from reduced gradients to the
+            (:class:`ltx.core.transforms.strategy.PostUpdateHook`): a function from reduced gradients to the
             parameters that this rank's optimizer makes.
     """
 

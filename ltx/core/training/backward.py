@@ -26,7 +26,7 @@ from ltx.core.training.accumulate import MicroBatches
 from ltx.core.training.train_state import TrainState
 from ltx.core.transforms.closure_check import edges
 from ltx.core.transforms.run import Run
-from ltx.core.transforms.strategy_update import Old, PostUpdateHook, may_be_written_to, take_updated
+from ltx.core.transforms.strategy import Old, PostUpdateHook, may_be_written_to, take_updated
 from ltx.core.transforms.sync_state import states_after
 from ltx.typing import Tree
 
@@ -307,7 +307,7 @@ class UpdateBuckets(Completion):
 
 
 class UpdateThenSend(Completion):
-    """Updates a bucket and sends it as soon as its gradients are ready (:mod:`ltx.core.transforms.strategy_update`).
+    """Updates a bucket and sends it as soon as its gradients are ready (:mod:`ltx.core.transforms.strategy`).
 
     The backward pass may still need the old parameters, so parameters change only when the pass is over; the
     optimizer's state changes at once. `total`, `weight`: as in :class:`Forward`.

@@ -25,13 +25,12 @@ from ltx.core.training.settings import TrainSettings
 from ltx.core.training.train_state import LossScale, Metrics, TrainState, drawn_again
 from ltx.core.transforms.plain_autograd import gradients
 from ltx.core.transforms.run import CallOptions, Weighted
-from ltx.core.transforms.strategy import exchange, shares_gradients
-from ltx.core.transforms.strategy_update import StepInfo, Updated
+from ltx.core.transforms.strategy import StepInfo, Updated, exchange, shares_gradients
 from ltx.core.transforms.sync_state import SyncState, plain_values
 from ltx.typing import Tree
 
 if TYPE_CHECKING:
-    from ltx.core.training.mixed_precision import DynamicLossScale, Precision
+    pass
 
 _SHOWN = 4
 
@@ -156,20 +155,6 @@ def _listed(texts: Sequence[str]) -> str:
     return ", ".join(texts[:_SHOWN]) + more
 
 
-def scaling(train: TrainSettings) -> DynamicLossScale | None:
-    precision: Precision | None = train.step.precision
-    return None if precision is None else precision.dynamic
-
-
-def checks_finite(train: TrainSettings) -> bool:
-    return scaling(train) is not None or train.guard != "off"
-
-
-def may_raise(train: TrainSettings) -> bool:
-    """Whether a step may raise because of its gradients, and not only skip them."""
-    return train.guard == "raise" or train.max_skipped is not None
-
-
 def host_asks(train: TrainSettings, step: int) -> bool:
     """Whether the host waits at this step for a device to say if gradients are finite.
 
@@ -180,7 +165,7 @@ def host_asks(train: TrainSettings, step: int) -> bool:
 
 def must_sync_finite(train: TrainSettings, info: StepInfo) -> bool:
     """Whether ranks have to ask each other if gradients are finite, because they don't share them."""
-    alone = not checks_finite(train) or info.axis.size == 1
+    alone = not train.checks_finite or info.axis.size == 1
     return not (alone or shares_gradients(train.step.strategy, info.step, info.axis))
 
 
@@ -194,7 +179,7 @@ def runs_ahead(info: StepInfo, tensors: Sequence[torch.Tensor]) -> bool:
 
 def loss_scale_of(train: TrainSettings, state: TrainState) -> torch.Tensor | float | None:
     """The factor of the loss; None for 1."""
-    if scaling(train) is None:
+    if train.dynamic is None:
         return None if train.step.precision is None else train.step.precision.loss_scale
     scale: Any = getattr(state.loss_scale, "scale", ())
     if isinstance(scale, tuple):
@@ -212,7 +197,7 @@ def all_finite(
     info: StepInfo,
     sums: Sequence[torch.Tensor | float] | None = None,
 ) -> bool | torch.Tensor:
-    """Whether all gradients of all ranks are finite, on all ranks alike; for steps that :func:`checks_finite`."""
+    """Whether all gradients of all ranks are finite, on all ranks alike; for steps that check them."""
     pure = traced.recording() or private.in_transform()
     ahead = not pure and runs_ahead(info, grads)  # the host doesn't wait for the answer
     bad = any_not_finite(grads) if pure else not_finite_on_device(grads) if ahead else not_finite(grads, sums)
@@ -229,7 +214,7 @@ def should_raise(train: TrainSettings, state: TrainState) -> bool:
 
     They also raise when as many steps in a row were skipped as the limit allows.
     """
-    dynamic = scaling(train)
+    dynamic = train.dynamic
     return over_limit(train, state) or (
         train.guard == "raise"
         and (dynamic is None or bool((plain_values(state.loss_scale.scale) <= max(1, dynamic.least)).all()))
@@ -266,10 +251,10 @@ def next_state(
     if (norm := grad_norm(updated.opt_state)) is not None:
         metrics = replace(metrics, grad_norm=norm.clone())  # the next step may write into this tensor
     loss_scale: Any = state.held_loss_scale
-    if finite is not None and checks_finite(train):
+    if finite is not None and train.checks_finite:
         skipped = torch.logical_not(torch.as_tensor(finite, device=metrics.loss.device))
         metrics = replace(metrics, skipped=skipped)
-        if (dynamic := scaling(train)) is not None:
+        if (dynamic := train.dynamic) is not None:
             metrics = replace(metrics, loss_scale=loss_scale.scale)
             loss_scale = dynamic.after(loss_scale, finite)
         elif train.max_skipped is not None:

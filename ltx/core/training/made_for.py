@@ -25,13 +25,11 @@ from ltx.core.base import traced, tree
 from ltx.core.base.arguments import brief
 from ltx.core.base.errors import StepError
 from ltx.core.optim import Optimizer
-from ltx.core.training.guard import scaling
 from ltx.core.training.parameters import left_out
 from ltx.core.training.settings import TrainSettings
 from ltx.core.training.train_state import TrainState, counted, updates_of
 from ltx.core.transforms.compare import tensors_by_path
-from ltx.core.transforms.strategy import Strategy
-from ltx.core.transforms.strategy_update import StateLayout
+from ltx.core.transforms.strategy import StateLayout, Strategy
 from ltx.typing import Tree
 
 
@@ -109,7 +107,7 @@ def _differences(train: Any, state: TrainState) -> Iterator[tuple[str, str, str]
         now, before = out - set(was.left_out), set(was.left_out) - out
         told = [f"{brief(sorted(names))} {word}" for names, word in ((now, "frozen"), (before, "trained")) if names]
         yield "trainable=", "other parameters", f"{' and '.join(told)} by {brief(train.trainable)}"
-    if scaling(train) is not None and isinstance(getattr(state.loss_scale, "scale", ()), tuple):
+    if train.dynamic is not None and isinstance(getattr(state.loss_scale, "scale", ()), tuple):
         yield "precision", "no dynamic loss scaling", repr(train.step.precision)
 
 

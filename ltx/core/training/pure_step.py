@@ -17,7 +17,7 @@ from ltx.core.gradients.pending import inner_pass
 from ltx.core.gradients.planning import any_derivative
 from ltx.core.ranks.axis import Axis
 from ltx.core.training.backward import BackwardResult
-from ltx.core.training.guard import all_finite, checks_finite, loss_scale_of, may_raise
+from ltx.core.training.guard import all_finite, loss_scale_of
 from ltx.core.training.outputs import Batch, GivenGradients
 from ltx.core.training.replicas import check_replicas
 from ltx.core.training.settings import TrainSettings, check_layout, refuse_in_graph
@@ -25,8 +25,7 @@ from ltx.core.training.step import Step
 from ltx.core.training.train_state import Metrics, TrainState
 from ltx.core.transforms.functional_call import Calls, own_grad_and_value
 from ltx.core.transforms.run import CallOptions, Weighted
-from ltx.core.transforms.strategy import stateful
-from ltx.core.transforms.strategy_update import StepInfo, Updated
+from ltx.core.transforms.strategy import StepInfo, Updated, stateful
 from ltx.core.transforms.sync_state import Synced, SyncState, plain_values
 from ltx.typing import Tree
 
@@ -41,7 +40,7 @@ class PureStep(Step):
         """The step of `train` from `state`, after the checks that it wants, with the strategy's `begin`."""
         strategy, sync = train.step.strategy, state.sync_state
         if traced.recording():
-            refuse_in_graph(strategy, checks_finite(train), may_raise(train))
+            refuse_in_graph(strategy, train.checks_finite, train.may_raise)
             axis = Axis("data", 1)
         else:
             if train.check_every is not None and state.step % train.check_every == 0:
@@ -113,12 +112,12 @@ class PureStep(Step):
         return loss
 
     def finite(self, done: BackwardResult) -> bool | torch.Tensor | None:
-        if not checks_finite(self.train):
+        if not self.train.checks_finite:
             return None
         return all_finite(self.train, [x.detach() for x in done.grads or ()], self.info)
 
     def knows_bad(self, finite: torch.Tensor) -> bool:
-        return may_raise(self.train) and not bool(plain_values(finite).all())
+        return self.train.may_raise and not bool(plain_values(finite).all())
 
     def update(self, done: BackwardResult, states: Any, finite: Any) -> Updated:
         updated = super().update(done, states, finite)

@@ -30,8 +30,7 @@ from ltx.core.training.guard import must_sync_finite, runs_ahead
 from ltx.core.training.settings import check_layout
 from ltx.core.training.train_state import TrainState
 from ltx.core.transforms.run import Run
-from ltx.core.transforms.strategy import in_dtype, stateful
-from ltx.core.transforms.strategy_update import PostUpdateHook, StepInfo
+from ltx.core.transforms.strategy import PostUpdateHook, StepInfo, in_dtype, stateful
 from ltx.typing import Tree
 
 _KIND = attrgetter("shape", "dtype", "device")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -110,6 +110,10 @@ class TrainSettings(Readable):
     #: Whether a 0-dim bool is true here or on a rank beside the axis that holds other parts of the parameters, as with
     #: tensor parallelism: these skip a step together. :func:`ltx.tensor_parallel.with_dtensors` sets it.
     bad_anywhere: Callable[[torch.Tensor], torch.Tensor] | None = field(default=None, repr=False)
+    #: What follows: the loss scale that changes; whether gradients are checked; whether a step may raise for theirs.
+    dynamic: Any = field(init=False, repr=False, compare=False)
+    checks_finite: bool = field(init=False, repr=False, compare=False)
+    may_raise: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_trainable(self.trainable)
@@ -141,6 +145,9 @@ class TrainSettings(Readable):
             whole("train_step: check_every", self.check_every, 1, StrategyError, besides="None or ")
             require("check_every, strategy", strategy)
         scale, dynamic = (None, None) if precision is None else (precision.loss_scale, precision.dynamic)
+        object.__setattr__(self, "dynamic", dynamic)
+        object.__setattr__(self, "checks_finite", dynamic is not None or self.guard != "off")
+        object.__setattr__(self, "may_raise", self.guard == "raise" or self.max_skipped is not None)
         # Such a hook adds gradients, which have the loss scale as a factor, to tensors that don't have it.
         for hook in () if scale is None or scale == 1 else hooks_ahead(strategy):
             require("loss scale, hook", hook, f"train_step: loss_scale={scale!r}")

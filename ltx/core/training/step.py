@@ -39,11 +39,9 @@ from ltx.core.training.backward import (
 )
 from ltx.core.training.guard import (
     all_finite,
-    checks_finite,
     host_asks,
     kept_if_skipped,
     loss_scale_of,
-    may_raise,
     next_state,
     not_finite_error,
     probes,
@@ -56,8 +54,7 @@ from ltx.core.training.train_state import Metrics, Rates, TrainState, hand_over,
 from ltx.core.transforms.functional_call import Calls
 from ltx.core.transforms.marking import marks_on_wire
 from ltx.core.transforms.run import CallOptions, Run, Weighted
-from ltx.core.transforms.strategy import shares_gradients, stateful
-from ltx.core.transforms.strategy_update import StepInfo, Updated, check_next, check_updated
+from ltx.core.transforms.strategy import StepInfo, Updated, check_next, check_updated, shares_gradients, stateful
 from ltx.core.transforms.sync_state import Synced, SyncState
 from ltx.typing import Tree
 
@@ -85,7 +82,7 @@ class Step:
     def run(self) -> tuple[TrainState, Metrics]:
         """The stages, in order: differentiate, check, update, commit."""
         train, state = self.train, self.state
-        drawn = torch_states() if may_raise(train) else {}
+        drawn = torch_states() if train.may_raise else {}
         done, loss, buffers, aux = self.differentiate()
         finite = self.finite(done)
         bad = self.knows_bad(finite) if isinstance(finite, torch.Tensor) else finite is False
@@ -240,7 +237,7 @@ class EagerStep(Step):
     committed: Callable[[], None]
 
     def __post_init__(self) -> None:
-        self._checks = checks_finite(self.train)
+        self._checks = self.train.checks_finite
         self.in_place = self.train.donate and (self.resolved.post_update_hook is not None or not self.resolved.late)
         self.later, self.prepared = self.resolved.late and self.train.donate, self.resolved.prepared
         self.about_to_write, self._calls = self._about_to_write, Calls()

@@ -24,7 +24,7 @@ from ltx.core.base.errors import DonatedStateError, InputError, InvalidStateErro
 from ltx.core.base.readable import Readable, text_of
 from ltx.core.optim import TorchState
 from ltx.core.optim.base import advanced, all_of
-from ltx.core.transforms.strategy_update import StateLayout
+from ltx.core.transforms.strategy import StateLayout
 from ltx.typing import Tree
 
 # The parts that hold tensors. Properties read them, and note that; an instance holds each as "held_" and its name.

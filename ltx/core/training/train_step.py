@@ -20,7 +20,6 @@ from ltx.core.optim import Optimizer
 from ltx.core.optim.base import is_transforming
 from ltx.core.ranks.axis import Axis
 from ltx.core.training.follower import compiled, follow
-from ltx.core.training.guard import scaling
 from ltx.core.training.made_for import adopted, check_made_for, layout_for
 from ltx.core.training.outputs import Batch, as_loss, check_call, unshared
 from ltx.core.training.parameters import Trainable, split, taken_from
@@ -31,7 +30,7 @@ from ltx.core.training.settings import TrainSettings, check_devices, check_kept
 from ltx.core.training.step import EagerStep, incomplete
 from ltx.core.training.train_state import LossScale, Metrics, TrainState
 from ltx.core.transforms.data_parallel import DataParallel
-from ltx.core.transforms.strategy_update import StepInfo, check_next
+from ltx.core.transforms.strategy import StepInfo, check_next
 from ltx.core.transforms.sync_state import SyncState
 from ltx.typing import Tree
 
@@ -97,9 +96,8 @@ class TrainStep(TrainSettings):
         opt_state = strategy.init_optimizer(self.optimizer, params, axis)
         if strategy.communicates_besides:
             axis.ranks.start_anew()
-        dynamic = scaling(self)
         loss_scale: Any = () if self.max_skipped is None else LossScale()
-        loss_scale = loss_scale if dynamic is None else dynamic.start()
+        loss_scale = loss_scale if self.dynamic is None else self.dynamic.start()
         if leaves := tree.flatten(params)[0]:
             loss_scale = tree.map(lambda x: x.to(leaves[0].device), loss_scale)
         layout = layout_for(self, params if frozen is None else tree.filled(params, frozen), sync_state)

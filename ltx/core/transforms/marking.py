@@ -41,8 +41,15 @@ from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import Alone
 from ltx.core.transforms.compare import check_in_debug, check_leaves, check_params_once, digest, hash_of, values
 from ltx.core.transforms.run import CallOptions, Marked, StepSettings
-from ltx.core.transforms.strategy import Strategy, constant_hook, default_strategy, hook_of_plain, in_dtype, stateful
-from ltx.core.transforms.strategy_update import PostUpdateHook
+from ltx.core.transforms.strategy import (
+    PostUpdateHook,
+    Strategy,
+    constant_hook,
+    default_strategy,
+    hook_of_plain,
+    in_dtype,
+    stateful,
+)
 from ltx.core.transforms.sync_state import SyncState, check_state, kept_beside, states_of_leaves
 from ltx.typing import Tree
 

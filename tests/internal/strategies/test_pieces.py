@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ltx
-from ltx.core.transforms.strategy_update import may_be_written_to
+from ltx.core.transforms.strategy import may_be_written_to
 from ltx.errors import StrategyError
 from ltx.strategies import decentralized
 from ltx.strategies.diloco import cut
