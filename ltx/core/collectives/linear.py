@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from itertools import compress, repeat
 from typing import Any, ParamSpec
 
@@ -258,13 +257,14 @@ class Linear(Function):
         index: torch.Tensor | None,
         *xs: torch.Tensor,
     ) -> tuple[tuple[torch.Tensor, ...], tuple[int | None, ...]]:
-        rule, dims, ranks = RULES[name], in_dims[5:], axis.ranks
+        rule, dims = RULES[name], in_dims[5:]
+        ranks: Any = axis.ranks
         # functorch has already removed the level whose rule it runs.
         if (private.maybe_current_level() or 0) + 1 in ranks.levels.numbers:
             stacks = in_front(info.batch_size, xs, dims)
             # the axis has several levels: the rule of the outermost one handles all
             if (below := ranks.levels.below) is not None:
-                index, rest = index_below(index, in_dims[4]), replace(axis, ranks=ranks.at(below))
+                index, rest = index_below(index, in_dims[4]), axis.at(below)
                 return Linear.apply(name, static, rest, compiled, index, *stacks), (0,) * len(xs)
             results = [ranks.on_stack(rule, static, axis.size, x) for x in stacks]
             return tuple(y for y, _ in results), tuple(0 if per_rank else None for _, per_rank in results)

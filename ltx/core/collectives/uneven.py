@@ -367,7 +367,7 @@ def _objects(what: str, obj: T, axis: Any, src: int | None = None) -> list[T]:
 
     found, refused = _axis_for_objects(what, src, axis), None
     try:
-        rows = [(b"", False)] if found.comm is None else comm.objects(found.comm, what, dumped, src)
+        rows = found.ranks.objects(what, dumped, src)
     except AuthenticationError as error:
         rows, refused = [(b"", False)] * found.size, error
     senders = range(len(rows)) if src is None else [src]
@@ -386,9 +386,7 @@ def _objects(what: str, obj: T, axis: Any, src: int | None = None) -> list[T]:
     # If one rank alone raised, the others would go on without it.
     note = f"{what} (whether all could be unpickled)"
     if any(any(row) for row in found.ranks.tell(note, [len(failed)], lambda: Signature(note, ()), lambda: note)):
-        texts = [
-            text.decode() for text, _ in comm.objects(found.comm, f"{what} (what couldn't)", lambda: (failed, True))
-        ]
+        texts = [text.decode() for text, _ in found.ranks.objects(f"{what} (what couldn't)", lambda: (failed, True))]
         raise TypeError(
             f"{what}: {'; '.join(filter(None, texts))}. A class is imported by its module's name: all ranks need the "
             "same module, and its __setstate__ or __reduce__ must work there."

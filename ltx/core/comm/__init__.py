@@ -19,7 +19,6 @@ from ltx.core.comm.passes import Failed as Failed
 from ltx.core.comm.passes import nested_run as nested_run
 from ltx.core.comm.peers import DEFAULT_HEARTBEAT_S as DEFAULT_HEARTBEAT_S
 from ltx.core.comm.processes import key_of as key_of
-from ltx.core.comm.processes import objects as objects
 from ltx.core.comm.registry import InGroups as InGroups
 from ltx.core.comm.registry import all_peers as all_peers
 from ltx.core.comm.registry import communicators as communicators

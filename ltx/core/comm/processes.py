@@ -21,7 +21,7 @@ from ltx.core.comm.operations import OPERATIONS
 from ltx.core.comm.peers import under_way
 from ltx.core.comm.pickling import opened, sealed
 from ltx.core.comm.signature import Agreement, Signature
-from ltx.core.ranks.backings import Describe, Dumped, Key, OfTensors, Rule, Static, Tensors, fresh
+from ltx.core.ranks.backings import Describe, Dumped, Key, OfTensor, OfTensors, Rule, Static, Tensors, fresh
 
 
 class ProcessRanks(AxisComm):
@@ -114,6 +114,13 @@ class ProcessRanks(AxisComm):
         digests = self.exchange(signature, hashlib.blake2b(json.dumps(mine).encode(), digest_size=16).hexdigest())
         return [mine] * len(digests) if len(set(digests)) == 1 else self.exchange(signature, mine)
 
+    def of_first(self, signature: Signature, f: OfTensor, x: torch.Tensor) -> torch.Tensor:
+        mine = f(x)
+        sent = mine.view(-1).view(torch.uint8).to(self.device, copy=True)
+        first = self.user.issue("broadcast", sent, signature.operation, (0,)).wait().to(mine.device)
+        self.peers.own.sent -= 1  # a comparison
+        return first.view(mine.dtype).view(mine.shape)
+
     def tell(self, label: str, numbers: list[int], describe: Describe, key: Key) -> list[list[int]]:
         user, signature = self.user, describe()
         user.advance(replace(self.negotiate(user, key(), lambda: signature), signature=signature))
@@ -122,37 +129,32 @@ class ProcessRanks(AxisComm):
             rows: list[list[int]] = user.issue("all_gather", mine, label, on_host=True).wait().tolist()
         return rows
 
+    def objects(self, what: str, dump: Callable[[], Dumped], src: int | None = None) -> list[Dumped]:
+        user, senders = self.user, range(self.size) if src is None else [src]
+        issue = user.issued
+        payload, failed = dump() if self.rank in senders else (b"", True)
+        if not failed:
+            payload = sealed(self, payload, issue)
+        said = "2 lengths" if src is None else f"src={src}"
+        sizes = self.tell(
+            f"{what}: lengths", [len(payload), int(failed)], lambda: Signature(what, (), said), lambda: (what, src)
+        )
+        body = torch.zeros(max(length for length, _ in sizes), dtype=torch.uint8, device="cpu")
+        if payload:
+            body[: len(payload)].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        if src is None:
+            bodies = user.issue("all_gather", body, what, on_host=True).wait()
+        elif body.numel():
+            bodies = user.issue("broadcast", body.to(self.device), what, (src,)).wait().cpu().expand(self.size, -1)
+        rows = [(b"", True)] * self.size
+        for rank in senders:
+            length, broken = sizes[rank]
+            # Not by NumPy, which may not be installed.
+            text = ctypes.string_at(bodies[rank].data_ptr(), length) if length else b""
+            rows[rank] = text if broken or rank == self.rank else opened(self, text, rank, issue), bool(broken)
+        return rows
+
 
 def key_of(name: str, x: torch.Tensor, static: Static = ()) -> tuple[Any, ...]:
     """The key of a single tensor's collective: equal keys mean equal signatures."""
     return (name, x.shape, x.dtype, static)
-
-
-def objects(ranks: ProcessRanks, what: str, dump: Callable[[], Dumped], src: int | None = None) -> list[Dumped]:
-    """A list by rank of what `dump` returns: an object's bytes and False, or an error text and True.
-
-    `src`: the only rank whose object is wanted.
-    """
-    user, senders = ranks.user, range(ranks.size) if src is None else [src]
-    issue = user.issued
-    payload, failed = dump() if ranks.rank in senders else (b"", True)
-    if not failed:
-        payload = sealed(ranks, payload, issue)
-    said = "2 lengths" if src is None else f"src={src}"
-    sizes = ranks.tell(
-        f"{what}: lengths", [len(payload), int(failed)], lambda: Signature(what, (), said), lambda: (what, src)
-    )
-    body = torch.zeros(max(length for length, _ in sizes), dtype=torch.uint8, device="cpu")
-    if payload:
-        body[: len(payload)].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-    if src is None:
-        bodies = user.issue("all_gather", body, what, on_host=True).wait()
-    elif body.numel():
-        bodies = user.issue("broadcast", body.to(ranks.device), what, (src,)).wait().cpu().expand(ranks.size, -1)
-    rows = [(b"", True)] * ranks.size
-    for rank in senders:
-        length, broken = sizes[rank]
-        # Not by NumPy, which may not be installed.
-        text = ctypes.string_at(bodies[rank].data_ptr(), length) if length else b""
-        rows[rank] = text if broken or rank == ranks.rank else opened(ranks, text, rank, issue), bool(broken)
-    return rows

@@ -92,7 +92,7 @@ def _left(axis: Axis, dims: Dims) -> Axis | None:
     levels, taken = axis.ranks.levels, sum(dims)
     if taken and taken == len(levels.numbers):
         return None
-    return replace(axis, ranks=axis.ranks.at(replace(levels, taken=taken)))
+    return axis.at(replace(levels, taken=taken))
 
 
 class Peeled(Function):

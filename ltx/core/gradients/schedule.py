@@ -154,7 +154,7 @@ def _under_vmaps(
 ) -> tuple[torch.Tensor, ...]:
     """Run `body` for every entry of the leading dimensions in `dims`; dimensions of the axis become its `levels`."""
     if not dims:
-        return body(replace(axis, ranks=axis.ranks.at(Levels(levels))) if levels else axis, *tensors)
+        return body(axis.at(Levels(levels)), *tensors)
 
     def inner(*entries: torch.Tensor) -> tuple[torch.Tensor, ...]:
         here = (*levels, private.current_level()) if dims[0] else levels

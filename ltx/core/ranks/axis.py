@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,6 +48,11 @@ class Axis:
     def index(self) -> torch.Tensor:
         """This rank's position on the axis, a 0-dim int64 tensor on every kind of ranks."""
         return self.ranks.index(self.size)
+
+    def at(self, levels: Levels) -> Axis:
+        """The axis with its ranks at other vmap levels, as many; ranks that are no entries of levels stay."""
+        ranks: Any = self.ranks
+        return replace(self, ranks=ranks.at(levels)) if levels else self
 
     @property
     def batch_index(self) -> torch.Tensor | None:

@@ -92,10 +92,6 @@ class Ranks:
         """The device of this rank's tensors; None if it isn't known."""
         return None
 
-    def at(self, levels: Levels) -> Ranks:
-        """The same ranks at other vmap levels, as many."""
-        return self
-
     @property
     def ended(self) -> str:
         """The reason why the ranks can't communicate any more; "" while they can."""
@@ -128,10 +124,6 @@ class Ranks:
     def collective(self, rule: Rule, static: Static, xs: Tensors, compiled: bool) -> tuple[torch.Tensor, ...]:
         """This rank's result of the collective for each of `xs`, in new memory. `compiled`: in a graph."""
         return tuple(fresh(y, x) if rule.operation is None else y.clone() for x in xs for y in [rule.alone(x, static)])
-
-    def on_stack(self, rule: Rule, static: Static, n: int, xs: torch.Tensor) -> Stacked:
-        """Once all levels are taken off: the rule's `stacked` on all `n` ranks' values."""
-        raise NotImplementedError
 
     # --- what they agree on ----------------------------------------------------------------------------------------
 
@@ -183,9 +175,20 @@ class Ranks:
         """
         return [f(tensors, [False] * len(tensors))]
 
+    def of_first(self, signature: Any, f: OfTensor, x: torch.Tensor) -> torch.Tensor:
+        """``f(x)`` of rank 0, on all ranks; it must be contiguous and of the same shape on all ranks."""
+        return f(x)
+
     def tell(self, label: str, numbers: list[int], describe: Describe, key: Key) -> list[list[int]]:
         """Every rank's integers (equally many), sent in order with the collectives. Compared as by `confirm`."""
         return [numbers]
+
+    def objects(self, what: str, dump: Callable[[], Dumped], src: int | None = None) -> list[Dumped]:
+        """A list by rank of what `dump` returns: an object's bytes and False, or an error text and True.
+
+        `src`: the only rank whose object is wanted. A rank that is alone needn't call `dump`.
+        """
+        return [(b"", False)] * (1 if src is None else src + 1)
 
     def read(self, x: torch.Tensor, label: str) -> torch.Tensor:
         """A copy of `x` on the host. Peers may have to take part."""

@@ -10,7 +10,7 @@ import torch
 
 from ltx.core.base import private
 from ltx.core.base.errors import AxisError, UnsupportedError
-from ltx.core.ranks.backings import Levels, OfTensors, Part, Ranks, Rule, Stacked, Static, Tensors
+from ltx.core.ranks.backings import Levels, OfTensor, OfTensors, Part, Ranks, Rule, Stacked, Static, Tensors
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class VmapRanks(Ranks):
     device: torch.device | None = None  # the mapped tensors' device, on which rank numbers are made
 
     def at(self, levels: Levels) -> VmapRanks:
+        """The same ranks at other levels, as many."""
         # vmap of a call that vmap has batched leaves two levels for one axis, of which the inner one has the ranks
         return replace(self, levels=levels if self.dims else Levels(levels.numbers[-1:], levels.taken))
 
@@ -95,6 +96,10 @@ class VmapRanks(Ranks):
             rows.append(f([x if dim is None else x.movedim(dim, 0)[at] for x, dim in split], apart))
         return rows
 
+    def of_first(self, signature: Any, f: OfTensor, x: torch.Tensor) -> torch.Tensor:
+        first: torch.Tensor = self.by_rank(signature, lambda xs, _: f(xs[0]), [x])[0]
+        return first
+
     def _split(self, x: torch.Tensor) -> tuple[torch.Tensor, int | None]:
         """The unwrapped tensor of `x`, and its dimension for the ranks; None if the ranks share one value."""
         if not self.dims:
@@ -115,6 +120,7 @@ class VmapRanks(Ranks):
         raise AssertionError("the vmap rule of a collective takes their level off before")
 
     def on_stack(self, rule: Rule, static: Static, n: int, xs: torch.Tensor) -> Stacked:
+        """Once all levels are taken off: the rule's `stacked` on all `n` ranks' values."""
         part = self.part_of
         if self.dims:
             y, per_rank = replace(self, dims=()).on_stack(rule, static, n, self.stacked(xs))

@@ -163,7 +163,7 @@ def check_in_debug(axis: Axis, params: Tree) -> None:
             return
         path, mine = differ[0]
         said = comm.Signature(f"the difference in leaf {path!r}", ())
-        first = _of_first(axis, said, mine)
+        first = axis.ranks.of_first(said, values, mine)
         texts = axis.ranks.by_rank(said, lambda xs, _: _difference(values(xs[0]), first), [mine])
     told, names = {rank: text for rank, text in enumerate(texts) if text}, [name for name, _ in differ]
     where = f" This is the step called at {caller()}." if axis.ranks.overlaps else ""
@@ -172,18 +172,6 @@ def check_in_debug(axis: Axis, params: Tree) -> None:
         f"axis {axis.name!r}: parameters should be the same on every rank, but leaf {path!r} ({tree.describe(first)}) "
         f"isn't rank 0's on {comm.list_values(told)}.{more if len(names) > 1 else ''}{where} {_FIX}"
     )
-
-
-def _of_first(axis: Axis, said: comm.Signature, x: torch.Tensor) -> torch.Tensor:
-    """The values of rank 0's `x`, on all ranks."""
-    if axis.comm is None:
-        first: torch.Tensor = axis.ranks.by_rank(said, lambda xs, _: values(xs[0]), [x])[0]
-        return first
-    mine = values(x)
-    sent = bits(mine).to(axis.ranks.device, copy=True)
-    first = axis.comm.user.issue("broadcast", sent, said.operation, (0,)).wait().to(x.device)
-    axis.comm.peers.own.sent -= 1  # a comparison
-    return first.view(x.dtype).view(x.shape)
 
 
 def _difference(mine: torch.Tensor, theirs: torch.Tensor) -> str:
