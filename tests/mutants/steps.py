@@ -210,6 +210,14 @@ MUTANTS = (
         tests=("tests/internal/training/test_between_steps.py",),
     ),
     Mutant(
+        name="steps: each step without a world has an axis of its own",
+        where="find",
+        old="return _NO_WORLD",
+        new="return Axis(DEFAULT_NAME, 1)",
+        breaks="each step asks all questions anew, and takes twice as long",
+        tests=("tests/internal/training/test_between_steps.py::test_a_steady_step_asks_nothing_anew",),
+    ),
+    Mutant(
         name="steps: a hook is taken for that of the step before",
         where="Resolved.holds",
         old="same = self.axis is axis and self.train.step.hook(step, training=True) == self.hook",

@@ -119,6 +119,8 @@ def in_groups(axis: Axis, part: Part, name: str) -> Axis:
     return Axis(name, 1) if size == 1 else Axis(name, size, ranks)
 
 
+#: The axis of a process in which there is no world: one object, by which a step knows that nothing has changed.
+_NO_WORLD = Axis(DEFAULT_NAME, 1)
 #: A check that raises if a launcher has started other ranks too. Empty once it has passed, or a world was made.
 checks_alone: list[Callable[[], None]] = []
 _world_axes: tuple[Axis, ...] = ()
@@ -185,7 +187,7 @@ def find(name: str | None) -> Axis:
         for check in checks_alone:
             check()
         checks_alone.clear()
-        return Axis(DEFAULT_NAME, 1)
+        return _NO_WORLD
     known = ", ".join(repr(a.name) for a in scope) or "none (ltx.init hasn't made any)"
     raise AxisError(
         f"no axis called {name!r} is in scope; in scope: {known}. Open it with ltx.vmap(f, axis_name={name!r}) "

@@ -18,7 +18,7 @@ from ltx.core import comm
 from ltx.core.base import private, traced, tree
 from ltx.core.base.errors import NotFiniteError, StepError
 from ltx.core.gradients.comm_hook import EXACT
-from ltx.core.optim import grad_norm
+from ltx.core.optim import TorchState, grad_norm
 from ltx.core.optim.base import chosen
 from ltx.core.training.outputs import Batch, arguments_of, outputs_of
 from ltx.core.training.settings import TrainSettings
@@ -248,7 +248,7 @@ def next_state(
     finite: bool | torch.Tensor | None,
 ) -> tuple[TrainState, Metrics]:
     """The next state, and the metrics that follow from it."""
-    if (norm := grad_norm(updated.opt_state)) is not None:
+    if type(updated.opt_state) is not TorchState and (norm := grad_norm(updated.opt_state)) is not None:
         metrics = replace(metrics, grad_norm=norm.clone())  # the next step may write into this tensor
     loss_scale: Any = state.held_loss_scale
     if finite is not None and train.checks_finite:

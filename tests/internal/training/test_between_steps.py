@@ -7,12 +7,14 @@ A state carries what the step before had asked. Beside each training runs a slow
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -238,6 +240,23 @@ def test_a_step_after_a_change(name: str, world: int, ranks: Ranks) -> None:
             assert not isinstance(fast, tuple), fast
             for x, y in zip(fast, slow, strict=True):
                 torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+
+
+def asked_anew() -> list[int]:
+    """How many questions the first, the second and the third step of a training ask anew."""
+    module, counts = importlib.import_module("ltx.core.training.train_step"), []
+    train = ltx.train_step(ltx.data_parallel(loss), ADAMW)
+    state = train.init({"w": torch.ones(5, 7), "v": torch.ones(7), "b": torch.zeros(())})
+    for _ in range(3):
+        with mock.patch.object(module, "resolve", wraps=module.resolve) as asked:
+            state, _ = train(state, torch.ones(4, 5) + ltx.axis_index())
+        counts.append(asked.call_count)
+    return counts
+
+
+def test_a_steady_step_asks_nothing_anew(ranks: Ranks) -> None:
+    assert asked_anew() == [1, 0, 0], "without a world"
+    assert [*ranks(2).run(asked_anew)] == [[1, 0, 0]] * 2
 
 
 def test_leaves_that_an_old_state_gives_too() -> None:
