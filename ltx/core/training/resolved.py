@@ -72,7 +72,7 @@ class Resolved:
     def holds(self, axis: Axis, step: int) -> bool:
         """Whether these are the answers at training step `step` on `axis` too. Raises if nothing may be sent there."""
         # Asked at each step: a strategy may change its hook without saying so by `constant_after`.
-        same = self.axis is axis and self.train.step.hook(step, training=True) == self.hook
+        same = (self.axis is axis or self.axis == axis) and self.train.step.hook(step, training=True) == self.hook
         return same and axis.ranks.goes_on()
 
     def after(self, state: TrainState, run: Run) -> Resolved | None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import ltx
+from ltx.core.ranks.axis import Axis
 from tests.kinds import Ranks
 
 ADAMW = ltx.optim.from_torch(torch.optim.AdamW, lr=0.05)
@@ -257,6 +258,17 @@ def asked_anew() -> list[int]:
 def test_a_steady_step_asks_nothing_anew(ranks: Ranks) -> None:
     assert asked_anew() == [1, 0, 0], "without a world"
     assert [*ranks(2).run(asked_anew)] == [[1, 0, 0]] * 2
+
+
+def test_an_equal_axis_is_the_same() -> None:
+    """Of some axes of a mesh a new one is made at each call."""
+    train = ltx.train_step(ltx.data_parallel(loss), ADAMW)
+    state = train.init({"w": torch.ones(5, 7), "v": torch.ones(7), "b": torch.zeros(())})
+    resolved = train(state, torch.ones(4, 5))[0].resolved
+    assert resolved is not None
+    axis = resolved.axis
+    assert resolved.holds(Axis(axis.name, axis.size, axis.ranks), 1)
+    assert not resolved.holds(Axis("another", axis.size, axis.ranks), 1)
 
 
 def test_leaves_that_an_old_state_gives_too() -> None:
