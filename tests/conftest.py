@@ -34,6 +34,9 @@ from tests.streams.pool import StreamedPool
 RUN_TIMEOUT_S = 100.0
 
 WAITING = pytest.StashKey[str]()
+#: The seed of the test that runs, once something has asked for it; and the sizes of the pools that have it.
+DRAWN = pytest.StashKey[int]()
+SEEDED = pytest.StashKey[set[int]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -168,38 +171,69 @@ def _threads() -> int:
     return len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 0
 
 
+@pytest.fixture(autouse=True)
+def undrawn(request: pytest.FixtureRequest) -> None:
+    """Each test has a seed of its own."""
+    request.session.stash[SEEDED] = set()
+    if DRAWN in request.session.stash:
+        del request.session.stash[DRAWN]
+
+
+def seed_of_test(session: pytest.Session) -> int:
+    """The seed of the test that runs, drawn where it is first asked for; LTX_SEED fixes it.
+
+    What is printed shows up in the report of a test that fails.
+    """
+    if DRAWN not in session.stash:
+        session.stash[DRAWN] = int(os.environ.get("LTX_SEED") or secrets.randbelow(2**31))
+        print(f"LTX_SEED={session.stash[DRAWN]} repeats this test's random numbers")
+    return session.stash[DRAWN]
+
+
+def _seed(seed: int) -> None:
+    """Each rank draws numbers of its own."""
+    seed += dist.get_rank()
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
 @pytest.fixture(scope="session")
 def ranks(pools: dict[int, Pool], request: pytest.FixtureRequest) -> Callable[[int], Any]:
     """``ranks(n)`` is a pool of n workers, started at the first call and shared by the whole session.
 
     ``ranks(2).run(f, x)`` gives what ``f(x)`` returned on each of two ranks. Workers keep their state between tests, so
-    a test leaves no seeds, hooks or axes behind in them.
+    a test leaves no hooks or axes behind in them. At its first call in a test the workers' generators are seeded.
     """
 
-    streams = request.config.getoption("--streams")
+    session, streams = request.session, request.config.getoption("--streams")
 
     def pool_of(n: int) -> Any:
         if n not in pools:
             pools[n] = Pool(n, timeout_s=RUN_TIMEOUT_S)
+        if n not in (seeded := session.stash.setdefault(SEEDED, set())):
+            seeded.add(n)
+            pools[n].run(_seed, seed_of_test(session))
         return StreamedPool(pools[n]) if streams else pools[n]
 
     return pool_of
 
 
 @pytest.fixture(scope="session")
-def on_new_axis() -> Iterator[Callable[..., PerRank[Any]]]:
+def on_new_axis(request: pytest.FixtureRequest) -> Iterator[Callable[..., PerRank[Any]]]:
     """``on_new_axis(f)`` is what f() gave on each of 2 ranks that share a new axis, on workers that nobody else uses.
 
     So f may leave that axis useless: ``on_new_axis(f, timeout_s=10.0)``. With ``sockets=True`` it does without shared
     memory.
     """
 
-    def run(fn: Callable[[], Any], timeout_s: float, sockets: bool) -> Any:
+    def run(fn: Callable[[], Any], timeout_s: float, sockets: bool, seed: int) -> Any:
         """fn() where the only axis in scope is a new one.
 
         It is left open, since a peer may still wait in it, and closed at the next call, when nobody does. Its dozen
         threads look around all the time: those of a hundred axes would take half of a processor.
         """
+        _seed(seed)
         world_axes = axes_in_scope()
         for axis in comm.open_axes():
             if axis not in world_axes and not axis.comm.closed:  # a part, with its axis
@@ -219,7 +253,8 @@ def on_new_axis() -> Iterator[Callable[..., PerRank[Any]]]:
                     set_world_axes(world_axes)
 
     with Pool(2, timeout_s=RUN_TIMEOUT_S) as pool:
-        yield lambda fn, timeout_s=60.0, sockets=False: pool.run(run, fn, timeout_s, sockets)
+        session = request.session
+        yield lambda fn, timeout_s=60.0, sockets=False: pool.run(run, fn, timeout_s, sockets, seed_of_test(session))
         with pytest.raises(WorkerError):  # to end in order would be to wait for all that was left waiting
             pool.run(os._exit, 0)
 
@@ -232,13 +267,9 @@ def traced_anew() -> None:
 
 
 @pytest.fixture
-def seed() -> int:
-    """A fresh random seed, with which torch, numpy and random are seeded; LTX_SEED fixes it.
-
-    What is printed shows up in the report of a test that fails.
-    """
-    drawn = int(os.environ.get("LTX_SEED") or secrets.randbelow(2**31))
-    print(f"LTX_SEED={drawn} repeats this test's random numbers")
+def seed(request: pytest.FixtureRequest) -> int:
+    """The test's seed, with which torch, numpy and random are seeded."""
+    drawn = seed_of_test(request.session)
     torch.manual_seed(drawn)
     np.random.seed(drawn)
     random.seed(drawn)

@@ -4,6 +4,14 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        name="strategies: a plain step gets a rank's part of the gradients",
+        where="hook_of_plain",
+        old='return EXACT if strategy.layout.opt_state == "sharded" else strategy.hook(step)',
+        new="return strategy.hook(step)",
+        breaks="ltx.grad with ZeroStrategy gives zeros for the parameters that other ranks update",
+        tests=("tests/contract/strategies/test_plain_steps.py",),
+    ),
+    Mutant(
         name="strategies: outer momentum without Nesterov",
         where="DiLoCoStrategy._outer_step",
         old="self.outer_lr * (grad + self.outer_momentum * v)",

@@ -165,7 +165,7 @@ class DataParallel(StepSettings):
     def _params_of(self, args: tuple[Any, ...]) -> tuple[Tree, SyncState | None]:
         params, state = self.params_of(args)
         bare = state is None and isinstance(self.argnums, int)
-        if bare and not self.blocked and not traced.recording() and stateful(self.strategy):
+        if bare and not self.blocked and not traced.recording() and stateful(self.strategy, plain=True):
             raise SyncStateError(
                 f"{self.strategy!r} has communication state, but the step was given bare parameters. Use "
                 "ltx.grad_and_value(step)(params, batch, sync_state=step.init(params)), ltx.train_step, or "

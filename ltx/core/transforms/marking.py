@@ -417,7 +417,7 @@ def _reduce(
     hook = hook_of_plain(strategy, step)
     if hook is None or not grads:
         return grads, None if state is None else state.advanced()
-    if state is None and stateful(strategy):
+    if state is None and stateful(strategy, plain=True):
         whose = hook if stateful_hook(hook) else strategy
         raise SyncStateError(
             f"{whose!r} has communication state: pass sync_state=step.init(params) and keep what comes back."

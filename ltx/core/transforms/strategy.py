@@ -489,9 +489,9 @@ def constant_after(strategy: Strategy) -> int | None:
 
 
 @traced.at_trace_time
-def stateful(strategy: Strategy) -> bool:
-    """Whether a step needs communication state, even if only for the count of steps."""
-    return _stateful(strategy)
+def stateful(strategy: Strategy, plain: bool = False) -> bool:
+    """Whether a step needs communication state, even if only for the count of steps. `plain`: not in a train step."""
+    return _stateful(strategy) and not (plain and strategy.layout.opt_state == "sharded")
 
 
 @lru_cache(maxsize=64)
