@@ -55,7 +55,6 @@ class PowerHook(LossyHook):
     """
 
     reads_step: ClassVar[bool] = True
-    _bucket_factor: ClassVar[int] = 4
 
     rank: int = 1
     start_step: int = 1000
@@ -70,9 +69,6 @@ class PowerHook(LossyHook):
 
     def at(self, step: int) -> CommHook:
         return AllReduce() if step < self.start_step else self
-
-    def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
-        return super().packing(dtype, axis_size)._replace(bucket_factor=self._bucket_factor)
 
     @property
     def constant_after(self) -> int:
@@ -142,6 +138,9 @@ class PowerSGD(PowerHook):
             return inputs.states[member][Q]
         place = (inputs.step, inputs.bucket.members[member])
         return self._random(r, columns, inputs.flat.dtype, *place, device=inputs.flat.device)
+
+    def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
+        return super().packing(dtype, axis_size)._replace(bucket_factor=4)  # one matrix of a bucket gets worse by it
 
     def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
         thin, whole = _layout(inputs.bucket, self.rank, self.min_compression_rate)
@@ -213,7 +212,6 @@ class BatchedPowerSGD(PowerHook):
     """
 
     phases: ClassVar[int] = 2
-    _bucket_factor: ClassVar[int] = 1  # a larger bucket is a larger matrix, which is approximated worse
 
     warm_start: bool = field(default=False, init=False, repr=False)
 

@@ -218,6 +218,14 @@ MUTANTS = (
         tests=("tests/internal/training/test_between_steps.py::test_a_steady_step_asks_nothing_anew",),
     ),
     Mutant(
+        name="steps: each bucket's gradients are for the first parameters",
+        where="Prepared.of",
+        old="runs = [prepare([leaves[i] for i in group], [states[i] for i in group]) for group in each]",
+        new="runs = [prepare(leaves[: len(group)], states[: len(group)]) for group in each]",
+        breaks='with overlap="update" parameters are updated with the gradients of others',
+        tests=("tests/internal/training/test_between_steps.py",),
+    ),
+    Mutant(
         name="steps: an axis that equals the last one counts as another",
         where="Resolved.holds",
         old="(self.axis is axis or self.axis == axis)",
@@ -244,7 +252,7 @@ MUTANTS = (
     Mutant(
         name="steps: a state keeps leaves that somebody else has",
         where="Resolved.after",
-        old="if not self.train.donate and any(map(is_, leaves, self.leaves)):",
+        old="if not train.donate and any(map(is_, leaves, self.leaves)):",
         new="if False:",
         breaks="without donation a skipped step's parameters, which the old state gives too, can't be frozen any more",
         tests=("tests/internal/training/test_between_steps.py",),

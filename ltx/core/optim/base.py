@@ -146,28 +146,38 @@ def unless(optimizer: Optimizer, skip: Tensor, params: Sequence[Tensor]) -> Opti
 
 @dataclass(frozen=True)
 class Prepared:
-    """An optimizer's update in place of some very trees, whose tensors were looked at once and are still in them."""
+    """An optimizer's update in place of some very trees, whose tensors were looked at once and are still in them.
+
+    `runs`: for each group of leaves, what updates them by their gradients, or returns False and does nothing.
+    """
 
     optimizer: Optimizer
     params: Tree
     per_param: Tree
-    run: Callable[[Tensors, TorchState], TorchState | None]
+    runs: list[Callable[[Tensors, TorchState], bool]]
 
     @staticmethod
-    def of(optimizer: Optimizer, params: Tree, state: Tree) -> Prepared | None:
-        """None if there is no fast way for these, or the optimizer has none."""
+    def of(optimizer: Optimizer, params: Tree, state: Tree, groups: Sequence[Sequence[int]] = ()) -> Prepared | None:
+        """None if there is no fast way for these, or the optimizer has none. Without `groups` all leaves are one."""
         prepare = getattr(optimizer, "_prepared", None)
-        run = None if prepare is None or not isinstance(state, TorchState) else prepare(params, state)
-        return None if run is None else Prepared(optimizer, params, state.per_param, run)
+        if prepare is None or not isinstance(state, TorchState):
+            return None
+        leaves, states = flatten(params)[0], optimizer.leaf_states(state, params)
+        each = groups or [range(len(leaves))]
+        runs = [prepare([leaves[i] for i in group], [states[i] for i in group]) for group in each]
+        return None if None in runs else Prepared(optimizer, params, state.per_param, runs)
+
+    def holds(self, optimizer: Optimizer, params: Tree, state: Tree) -> bool:
+        """Whether these are the very trees."""
+        mine = optimizer is self.optimizer and params is self.params
+        return mine and isinstance(state, TorchState) and state.per_param is self.per_param
 
     def applied(self, update: Update, grads: Tensors) -> tuple[Tree, Tree] | None:
         """``update.apply()``, if `update` is of these trees; `grads` are the leaves of its gradients."""
-        state = update.opt_state
-        mine = update.optimizer is self.optimizer and update.params is self.params
-        if not mine or not isinstance(state, TorchState) or state.per_param is not self.per_param:
+        state: Any = update.opt_state
+        if not self.holds(update.optimizer, update.params, state) or not self.runs[0](grads, state):
             return None
-        after = self.run(grads, state)
-        return None if after is None else (self.params, after)
+        return self.params, TorchState(state.per_param, state.count + 1)
 
 
 _NOT_LEAFWISE = (

@@ -126,31 +126,22 @@ class TorchOptimizer(ClassOptimizer):
         per_param = spec.unflatten([own for _, own in pairs])
         return spec.unflatten([leaf for leaf, _ in pairs]), TorchState(per_param, next_count, hyper)
 
-    def _prepared(self, params: Tree, state: TorchState) -> Callable[[Tensors, TorchState], TorchState | None] | None:
-        leaves, spec = flatten(params)
-        states = self._per_param(state, spec)
+    def _prepared(self, leaves: Tensors, states: LeafStates) -> Callable[[Tensors, TorchState], bool] | None:
         if self._hyper != () or not leaves or not all(self._fused(leaves)):
             return None
         tensors = chain(leaves, chain.from_iterable(map(dict.values, states)))
         if not all(map(Tensor.is_contiguous, tensors)) or (given := self.kernel.gathered(states, leaves)) is None:
             return None
-
         fixed = None if self._varying else given.row.numbers_of(self.kernel.group)
 
-        def run(grads: Tensors, state: TorchState) -> TorchState | None:
-            numbers = (
-                None
-                if state.count < self.start_step
-                else fixed or given.row.numbers_of({**self.kernel.group, **self._values(state.count, ())})
-            )
-            if numbers is None or {*map(attrgetter("layout"), grads)} != {torch.strided}:
-                return None
-            if not all([*map(Tensor.is_contiguous, grads)]):
-                return None
+        def run(grads: Tensors, state: TorchState) -> bool:
+            if state.count < self.start_step or {*map(attrgetter("layout"), grads)} != {torch.strided}:
+                return False
+            numbers = fixed or given.row.numbers_of({**self.kernel.group, **self._values(state.count, ())})
+            if numbers is None or not all([*map(Tensor.is_contiguous, grads)]):
+                return False
             increment_version(leaves)  # fused kernels don't do this themselves
-            if not self.kernel.run_gathered(given, numbers, grads, None):
-                return None
-            return TorchState(state.per_param, state.count + 1)
+            return self.kernel.run_gathered(given, numbers, grads, None)
 
         return run
 

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from ltx.core.gradients.marker import Marker
 from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.planning import Plan, grads_kept
 from ltx.core.gradients.reduction import Bucket, LeafState, Program, Reduced
-from ltx.core.optim.base import Optimizer, advanced, apply_leaves, unless
+from ltx.core.optim.base import LeafStates, Optimizer, Prepared, advanced, apply_leaves, unless
 from ltx.core.ranks.axis import Axis
 from ltx.core.training.accumulate import MicroBatches
 from ltx.core.training.train_state import TrainState
@@ -49,6 +49,7 @@ class Backward(NamedTuple):
     #: At a training's first step, the paths of parameters that the loss doesn't depend on on this rank, by their places
     #: among the leaves. Parameters whose gradients other ranks have are taken out later.
     unused: dict[int, str]
+    prepared: Prepared | None  # the optimizer's faster update of the state's parameters, if it has one
 
     @property
     def inputs(self) -> list[torch.Tensor]:
@@ -289,17 +290,23 @@ class UpdateBuckets(Completion):
         if not work.donate:
             self._params, self._opt_state = tree.map(torch.clone, (self._params, self._opt_state))
         self._leaves = work.leaves if work.donate else tree.flatten(self._params)[0]
-        self._leaf_states = work.optimizer.leaf_states(self._opt_state, self._params)
-        self._applied = scale.conditional(work.optimizer, self._leaves)
+        self._applied, self._runs = scale.conditional(work.optimizer, self._leaves), None
+        if work.prepared is not None and work.prepared.holds(self._applied, self._params, self._opt_state):
+            self._runs = work.prepared.runs
+
+    @cached_property
+    def _leaf_states(self) -> LeafStates:
+        return self._work.optimizer.leaf_states(self._opt_state, self._params)
 
     def complete(self, bucket: Bucket, reduced: Reduced) -> None:
         """Update the bucket's parameters with its gradients; the gradients are overwritten."""
         grads = unpack(reduced[0].view(-1), bucket)
         self._begin_update(bucket, grads)
         self._scale.apply(grads)
-        states, params = [self._leaf_states[m] for m in bucket.members], [self._leaves[m] for m in bucket.members]
         with comm.span("update"):
-            apply_leaves(self._applied, grads, states, params, self._opt_state)
+            if self._runs is None or not self._runs[bucket.index](grads, self._opt_state):
+                states, params = zip(*[(self._leaf_states[m], self._leaves[m]) for m in bucket.members], strict=True)
+                apply_leaves(self._applied, grads, states, params, self._opt_state)
         self._states.update(self._plan.states_by_leaf(bucket, reduced[1]))
 
     def result(self) -> BackwardResult:

@@ -79,7 +79,7 @@ class Resolved:
         """The answers for the `state` that this step has made, in which `run` was the call of the user's step."""
         if not self.lasts or state.held_sync_state.leaves:
             return None
-        schedule, params, prepared = run.schedule, state.held_params, self.prepared
+        train, schedule, params, prepared = self.train, run.schedule, state.held_params, self.prepared
         plan = schedule.plan if isinstance(schedule, ProcessSchedule) else None
         if prepared is not None and params is self.params and plan is self.plan and run.nodes == self.nodes:
             return self
@@ -88,13 +88,14 @@ class Resolved:
         ):
             return None
         leaves, spec = self.leaves, self.spec
-        if prepared is None or params is not self.params:
+        if prepared is None or params is not self.params or plan is not self.plan:
             leaves, spec = tree.flatten(params)
-            if not self.train.donate and any(map(is_, leaves, self.leaves)):  # somebody may hold those of the old state
+            if not train.donate and any(map(is_, leaves, self.leaves)):  # somebody may hold those of the old state
                 return None
             if spec != self.spec or [*map(_KIND, leaves)] != [*map(_KIND, self.leaves)]:
                 return None
-            prepared = Prepared.of(self.train.optimizer, params, state.held_opt_state) if self.train.donate else None
+            groups = [bucket.members for bucket in plan.buckets] if plan and train.overlap == "update" else []
+            prepared = Prepared.of(train.optimizer, params, state.held_opt_state, groups) if train.donate else None
         given = replace(self, params=params, leaves=leaves, spec=spec, prepared=prepared)
         return replace(given, plan=plan, within=run.within, nodes=run.nodes)
 

@@ -294,7 +294,7 @@ class EagerStep(Step):
             if missing:
                 paths = tree.leaf_paths(self.state.trained)
                 unused = {member: paths[member] for member in missing}
-        shared = sync_leaves, sync_spec, total, weight, self.in_place, factor, look, unused
+        shared = sync_leaves, sync_spec, total, weight, self.in_place, factor, look, unused, self.prepared
         self._work = work = Backward(train.optimizer, self.state, run, leaves, *shared)
         return work, mean, buffers, aux
 

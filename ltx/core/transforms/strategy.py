@@ -172,9 +172,6 @@ class PostUpdateHook(CommHook):
         raise NotImplementedError(f"{type(self).__name__} must define finish_bucket(bucket, reduced, old)")
 
 
-# --- the contract -----------------------------------------------------------------------------------------------------
-
-
 def _has_own(strategy: Strategy, *methods: str) -> bool:
     return any(getattr(type(strategy), method) is not getattr(Strategy, method) for method in methods)
 
@@ -301,9 +298,6 @@ class Strategy(Offering[StrategyOffers], BucketSettings, kind=StrategyOffers, go
         With ``overlap="update"`` the step runs this hook instead of :meth:`update`. None: :meth:`update` is used.
         """
         return None
-
-
-# --- what strategies communicate by -----------------------------------------------------------------------------------
 
 
 def exchange(
@@ -533,8 +527,7 @@ def constant_hook(strategy: Strategy, step: int) -> CommHook | None:
 
 
 def default_strategy() -> Strategy:
-    strategy: Strategy = HandedIn.strategy
-    return strategy
+    return cast(Strategy, HandedIn.strategy)
 
 
 def in_dtype(hook: H, dtype: torch.dtype | None) -> H:

@@ -129,6 +129,12 @@ ROWS = {
     "nothing, SGD": Row(carried=True, made={"optimizer": SGD}),
     "nothing, a guard": Row(carried=True, made={"guard": "skip"}),
     "nothing, bucket by bucket": Row(carried=True, made={"overlap": "update"}),
+    "nothing, bucket by small bucket": Row(
+        carried=True,
+        strategy=ltx.DDPStrategy(bucket_bytes=64, first_bucket_bytes=64),
+        made={"overlap": "update", "optimizer": ltx.optim.from_torch(torch.optim.AdamW, lr=lambda n: 0.1 / (1 + n))},
+    ),
+    "nothing, bucket by bucket without donation": Row(carried=True, made={"overlap": "update", "donate": False}),
     "nothing, without donation": Row(carried=True, made={"donate": False}),
     "nothing, a chain": Row(
         carried=True, made={"optimizer": ltx.optim.chain(ltx.optim.clip_by_global_norm(0.1), ADAMW)}
@@ -145,6 +151,7 @@ ROWS = {
     "a parameter has a hook": Row(state=hooked),
     "a moment is multiplied": Row(state=moment),
     "a moment is put in": Row(state=other_moment),
+    "a moment is multiplied, bucket by bucket": Row(state=moment, made={"overlap": "update"}),
     "parameters are replaced": Row(state=lambda s: replace(s, params={k: x + 1 for k, x in s.params.items()})),
     "a step is counted anew": Row(state=lambda s: replace(s, step=7)),
     "a copy": Row(state=copy.deepcopy),
@@ -163,6 +170,7 @@ ROWS = {
     "a batch with which another parameter is used": Row(batch=lambda x: torch.cat([x, x[:1]]), carried=True),
     "a batch of another dtype": Row(batch=Tensor.double, carried=True),
     "a weighted loss": Row(batch=lambda x: x[:3], carried=True),
+    "a weighted loss, bucket by bucket": Row(batch=lambda x: x[:3], carried=True, made={"overlap": "update"}),
     "a batch that requires grad": Row(batch=Tensor.requires_grad_, carried=True),
     "a batch that requires grad, kept": Row(batch=Tensor.requires_grad_, made={"donate": False}, carried=True),
     "aux of another shape": Row(batch=lambda x: x[:2], carried=True, made={"has_aux": True}),
