@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -110,6 +111,8 @@ def _share(items: list[pytest.Item], which: str, salt: str = "") -> set[pytest.I
 
 def pytest_collection_finish() -> None:
     """Modules and tests live as long as the session: the garbage collector needn't go through them over and over."""
+    if find_spec("IPython") is None:  # pytest leaves a module there that it couldn't import for its doctests
+        sys.modules.pop("ltx.runtime.shell", None)
     gc.collect()
     gc.freeze()
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import ltx
+from tests.needs import needs
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -69,6 +70,7 @@ def test_pages_explain_fields_where_the_reader_is(monkeypatch: pytest.MonkeyPatc
     assert re.search(r"    axis: name, .*; here: of 1, 2, 4, 8, \.\.\. ranks\.$", shown["ltx.adasum"], re.MULTILINE)
 
 
+@needs("docutils")
 def test_a_dark_picture_has_no_black_and_no_white(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(DOCS))
     dark = import_module("dark").dark
@@ -105,6 +107,7 @@ def test_no_page_leads_to_an_address_that_is_not_ours() -> None:
         assert set(found) <= {ours}, path
 
 
+@needs("docutils")
 def test_methods_that_pages_leave_out_are_there() -> None:
     for name, methods in runpy.run_path(str(DOCS / "conf.py"))["INTERNAL"].items():
         assert methods <= set(dir(getattr(ltx, name))), name

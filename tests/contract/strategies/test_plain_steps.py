@@ -37,6 +37,7 @@ def means(way: str, strategy: Any, xs: Tensor) -> list[Tensor]:
     return [WAYS[way](strategy, torch.ones_like(x), x) for x in xs]
 
 
+@pytest.mark.full(but=8)
 @pytest.mark.parametrize("hook", HOOKS, ids=str)
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_the_exact_mean_on_every_rank(way: str, hook: Any, ranks: Ranks, seed: int) -> None:
