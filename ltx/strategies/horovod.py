@@ -308,7 +308,7 @@ class Scaled(hooks.CommHook):
             own = own._replace(scale=scale, counts_as=own.counts_as and own.counts_as * axis_size)
         elif self.predivide is not None:
             own = own._replace(scale=scale / self.predivide)
-        # Gradients of several passes are added before they are rounded, and to those of passes before a loss scale.
+        # Passes are added before they are rounded; to the earlier ones no scale or weight has been applied.
         return own._replace(dtype=collectives.wide(dtype), proportional=False) if self.passes else own
 
     def reduce(self, inputs: BucketInput) -> Reduction:
