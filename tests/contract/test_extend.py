@@ -156,6 +156,14 @@ def test_what_a_rule_is_refused_for() -> None:
         refuses(ltx.errors.UnsupportedError, said, extend.collectives.collective, latest, torch.ones(2).to(dtype))
 
 
+def test_what_is_gone_says_what_is_written_now() -> None:
+    for value, name, now in (
+        (ltx.DDPStrategy(), "exchange", "ltx.extend.exchange(strategy, hook, tensors, paths, info)"),
+        (ltx.hooks.FP16(), "gives_gradients", "packing(dtype, axis_size), whose result may be proportional=False"),
+    ):
+        refuses(AttributeError, re.escape(f"{type(value).__name__}.{name} is gone: {now}"), getattr, value, name)
+
+
 def test_names_of_before_are_those_of_extend() -> None:
     shared = [*ltx.strategies.__all__, "AllReduce", "BucketInput", "CollectiveRequest", "CommHook", "Reduction"]
     for name in set(shared) - {"DDPStrategy"}:
