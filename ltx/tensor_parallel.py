@@ -30,25 +30,14 @@ from ltx.typing import Tree
 __all__ = ["DTensorState", "DTensorStep", "DTensorTrainStep", "with_dtensors"]
 
 
-class _Place(torch.autograd.Function):
-    """``_Place.apply(spec, part) -> DTensor``, without communication.
-
-    The gradient may have other placements than the parameter: with sequence parallelism the gradient of a replicated
-    norm weight is Partial. So ``backward`` redistributes the gradient before it takes the local part.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, spec: Any, x: Tensor) -> Any:
-        ctx.spec = spec
-        return DTensor.from_local(x, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> tuple[None, Tensor]:
-        return None, grad.redistribute(ctx.spec.mesh, ctx.spec.placements).to_local()
-
-
 def _local(x: Any) -> Any:
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _placed(spec: Any, x: Tensor) -> Tensor:
+    if spec is None:
+        return x
+    return DTensor.from_local(x, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
 
 
 @dataclass(frozen=True)
@@ -62,10 +51,9 @@ class Layout:
         return Layout(tuple(x._spec if isinstance(x, DTensor) else None for x in tree.flatten(params)[0]))
 
     def placed(self, parts: Tree) -> Tree:
-        """DTensors made of the leaves of `parts`, differentiable."""
+        """DTensors made of the leaves of `parts`; a gradient gets its parameter's placements."""
         leaves, structure = tree.flatten(parts)
-        pairs = zip(self.specs, leaves, strict=True)
-        return tree.unflatten(structure, [x if spec is None else _Place.apply(spec, x) for spec, x in pairs])  # type: ignore[no-untyped-call]
+        return tree.unflatten(structure, list(map(_placed, self.specs, leaves)))
 
     @property
     def split_over(self) -> list[tuple[dist.ProcessGroup, ...]]:

@@ -227,7 +227,7 @@ class AxisComm(Ranks):
             )
 
     def goes_on(self) -> bool:
-        self._begin_call(lambda: "a training step")
+        self._begin_call(lambda: "a step")
         return not under_way
 
     def agree(self, keys: Iterable[Any], agreement: Agreement) -> None:

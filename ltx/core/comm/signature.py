@@ -69,6 +69,7 @@ class Agreement:
     signature: Signature
     fingerprint: int
     offer: Any
+    plan: list[Any] = field(default_factory=list, repr=False)  # a cell for the plan that follows from them
 
 
 #: This stands for a collective that a rank has called and that raised before it was issued.

@@ -173,6 +173,10 @@ class Plan:
             flags += [True for member in bucket.members for _ in self.state_names[member]]
         return tuple(flags)
 
+    def lasts(self, count: int) -> bool:
+        """Whether it is the plan of later steps on these `count` leaves too: of all of them, by a stateless hook."""
+        return self.step is None and sum(map(len, map(attrgetter("members"), self.buckets))) == count
+
     @cached_property
     def keeps(self) -> bool:
         """Whether some parameter has communication state in it."""
@@ -250,8 +254,8 @@ def plan_buckets(
     just before the leaf that doesn't fit go into the next bucket with it: a layer's bias arrives with its weights, and
     the closed bucket would wait for it. The first bucket is small, so that communication starts early. A bucket holds
     one dtype on one device. The leaves of a group have a bucket of their own, whatever their sizes. `groups`: for each
-    leaf the number of its group, -1 for none; empty if there are no groups. `hooks`: for each leaf its hook. Leaves of
-    a bucket have one hook, whose factor multiplies its size. Empty if all leaves have the same hook.
+    leaf the number of its group, -1 for none; empty if there are no groups. `hooks`: for each leaf its hook, or one for
+    all. Leaves of a bucket have one hook, whose factor multiplies its size.
 
     Buckets come in the order of launches, which is the order in which their last gradients are expected.
     """
@@ -261,7 +265,7 @@ def plan_buckets(
     for position in arrival:
         leaf = leaves[position]
         group = groups[position] if groups else -1
-        hook = hooks[position] if hooks else None
+        hook = hooks[position % len(hooks)] if hooks else None
         kind = (leaf.dtype, leaf.device, group, hook)
         most = bucket_bytes * (hook.packing(leaf.dtype, 2).bucket_factor if hook else 1)
         mine = open_members.setdefault(kind, [])
@@ -310,25 +314,6 @@ class BucketSettings(Readable):
         return ()
 
 
-@lru_cache(maxsize=256)
-def _plan(
-    axis: Axis,
-    hook: CommHook,
-    sizes: tuple[int, int],
-    leaves: tuple[tuple[torch.Size, torch.dtype, torch.device], ...],
-    arrival: tuple[int, ...],
-    groups: tuple[int, ...],
-    each: tuple[CommHook, ...],
-    names: Names,
-    agreement: comm.Agreement | None,
-) -> Plan:
-    found = tuple(Leaf(*leaf) for leaf in leaves)
-    bucket, first = sizes
-    buckets = plan_buckets(found, arrival, bucket, first, groups, each or (hook,) * len(found))
-    hooks = tuple(each[bucket.members[0]] for bucket in buckets) if each else ()
-    return Plan(axis, hook, buckets, names, hooks=hooks, agreement=agreement)
-
-
 def by_path(
     owner: BucketSettings, hook: CommHook, paths: Callable[[], list[str]], order: Sequence[int], grouped: bool = True
 ) -> tuple[tuple[int, ...], tuple[CommHook, ...]]:
@@ -362,12 +347,11 @@ def make_plan(
     background channel, on which a hook has one phase. `grouped`: the strategy's groups of parameters apply.
     """
     hook = hook.at(step)
-    leaves = tuple(map(attrgetter("shape", "dtype", "device"), tensors))
+    leaves = tuple(map(Leaf._make, map(attrgetter("shape", "dtype", "device"), tensors)))
     if not compare:  # a plan is for these sizes, which Dynamo makes variables after several models
-        leaves = tuple((torch.Size(map(int, shape)), dtype, device) for shape, dtype, device in leaves)
+        leaves = tuple(leaf._replace(shape=torch.Size(map(int, leaf.shape))) for leaf in leaves)
     agreement = None
-    # without the order of arrival, which may differ
-    key = (operation, owner, hook, leaves, names, structure)
+    key = (operation, owner, hook, leaves, names, structure)  # without the order of arrival, which may differ
 
     def described() -> comm.Signature:
         states = f"states {sorted({n for leaf in names for n in leaf})}, " if any(names) else ""
@@ -377,8 +361,10 @@ def make_plan(
     if compare:
         channel = "background" if background else "buckets"
         agreement = axis.ranks.confirm(lambda: key, described, lambda: list(arrival()), channel)
-        axes = dict.fromkeys((axis, *hook.axes(axis)))  # all ranks open the hook's axes together
-        for on in () if background else axes:
+        if agreement is not None and agreement.plan:
+            known: Plan = agreement.plan[0]
+            return replace(known, step=step) if stateful_hook(hook) else known
+        for on in () if background else dict.fromkeys((axis, *hook.axes(axis))):  # all ranks open them together
             on.ranks.open_phases(phases_on(hook, axis.size))
     order = tuple(agreement.offer) if agreement is not None else tuple(arrival())
     sizes = owner.sizes
@@ -386,5 +372,9 @@ def make_plan(
     if sizes[0] == HOST_BYTES and not background and on_streams:
         sizes = (STREAM_BYTES, sizes[1])
     groups, each = by_path(owner, hook, paths, order, grouped)
-    plan = _plan(axis, hook, sizes, leaves, order, groups, each, names, agreement)
+    buckets = plan_buckets(leaves, order, *sizes, groups, each or (hook,))
+    hooks = tuple(each[bucket.members[0]] for bucket in buckets) if each else ()
+    plan = Plan(axis, hook, buckets, names, hooks=hooks, agreement=agreement)
+    if agreement is not None:
+        agreement.plan.append(plan)
     return replace(plan, step=step) if stateful_hook(hook) else plan

@@ -28,8 +28,7 @@ from ltx.core.ranks.axis import Axis
 _SMALL = 1 << 13
 
 
-@dataclass(frozen=True)
-class Leaf:
+class Leaf(NamedTuple):
     """The properties of a gradient on which a plan depends."""
 
     shape: torch.Size

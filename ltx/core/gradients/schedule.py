@@ -208,7 +208,7 @@ class GraphSchedule(Schedule):
         grads = tensors[: len(bucket.members)]
         self._check_batchable(dims, tensors[len(grads) :])
         # Samples lie side by side in the buffer, so a leaf is unpacked like a larger leaf.
-        leaves = tuple(replace(leaf, shape=grad.shape) for leaf, grad in zip(bucket.leaves, grads, strict=True))
+        leaves = tuple(leaf._replace(shape=grad.shape) for leaf, grad in zip(bucket.leaves, grads, strict=True))
         hook = self.hook_of(bucket)
         reduction = hook.reduce(self.plan.packed(hook, bucket, tensors))
         self._started[index] = (reduction, replace(bucket, leaves=leaves), self._go_on(reduction, None))

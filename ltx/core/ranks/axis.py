@@ -179,6 +179,8 @@ def find(name: str | None) -> Axis:
     has started this process as one of several ranks. Raises :class:`ltx.errors.AxisError` if no axis in scope is called
     `name`.
     """
+    if name is None and len(_world_axes) == 1 and not _there():  # what _choice would come to
+        return _world_axes[0]
     scope = _choice() if name is None else axes_in_scope()
     for candidate in reversed(scope):
         if name is None or candidate.name == name:
@@ -197,10 +199,7 @@ def find(name: str | None) -> Axis:
 
 def _choice() -> tuple[Axis, ...]:
     """The axes in scope for ``axis=None``; raises if None is ambiguous."""
-    if not (there := _there()) and len(_world_axes) == 1:
-        return _world_axes
-    world = math.prod(axis.size for axis in _world_axes)
-    opened = _opened(there)
+    world, opened = math.prod(axis.size for axis in _world_axes), _opened(_there())
     scope = opened if opened and world == 1 else (*_world_axes, *opened)
     names = list(dict.fromkeys(axis.name for axis in scope))
     if len(names) > 1:

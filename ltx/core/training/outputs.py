@@ -86,18 +86,18 @@ def outputs_of(run: Run, buffers: Tree, has_aux: bool, detached: bool = True) ->
     ``data_parallel(outputs="mean")`` buffers and aux are means over ranks; with `detached` they have no derivative.
     """
     output = run.output
-    wanted = 1 + (buffers is not None) + has_aux
-    if wanted == 1:
-        parts: tuple[Any, ...] = (output,)
-    elif isinstance(output, tuple) and not isinstance(output, Weighted) and len(output) == wanted:
-        parts = output
-    elif has_aux and buffers is None and loss_in(output) is not None:
-        parts = (output, output)
+    names = ("loss", *(() if buffers is None else ("buffers",)), *(("aux",) if has_aux else ()))
+    if len(names) == 1:
+        parts = {"loss": output}
+    elif isinstance(output, tuple) and not isinstance(output, Weighted) and len(output) == len(names):
+        parts = dict(zip(names, output, strict=True))
+    elif names == ("loss", "aux") and loss_in(output) is not None:
+        parts = {"loss": output, "aux": output}
     else:
-        names = ["loss", *(["buffers"] if buffers is not None else []), *(["aux"] if has_aux else [])]
         raise StepError(f"train_step: the step must return ({', '.join(names)}), got {outcome(output)}.")
-    within = None if isinstance(parts[0], torch.Tensor) else loss_in(parts[0])
-    loss = parts[0] if within is None else within
+    loss = parts.pop("loss")
+    if not isinstance(loss, torch.Tensor) and (within := loss_in(loss)) is not None:
+        loss = within
     if not isinstance(loss, Weighted) and not (
         isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point()
     ):
@@ -105,16 +105,15 @@ def outputs_of(run: Run, buffers: Tree, has_aux: bool, detached: bool = True) ->
             f"train_step: the loss must be a 0-dim floating tensor or ltx.Weighted, got {outcome(loss)}. Take its "
             "mean or sum; a step that returns (loss, aux) wants has_aux=True. A mapping holds it as `loss`."
         )
-    if buffers is not None and tree.flatten(parts[1])[1] != tree.flatten(buffers)[1]:
-        returned = tree.leaf_paths(parts[1])
+    if buffers is not None and tree.flatten(parts["buffers"])[1] != tree.flatten(buffers)[1]:
+        returned = tree.leaf_paths(parts["buffers"])
         if lost := [path for path in tree.leaf_paths(buffers) if path not in returned]:
             raise StepError(
                 f"train_step: the step was given a buffer {lost[0]!r} and returned none, so the state would lose it. "
                 "Return all buffers, such as {**buffers, **new}."
             )
-    others = tree.detached(parts[1:]) if detached and wanted > 1 else parts[1:]
-    rest: tuple[Any, ...] = run.averaged(others)
-    return Outputs(loss, None if buffers is None else rest[0], rest[-1] if has_aux else None)
+    rest: dict[str, Any] = run.averaged(tree.detached(parts) if detached and parts else parts)
+    return Outputs(loss, rest.get("buffers"), rest.get("aux"))
 
 
 def unshared(values: Tree, others: Tree) -> Tree:

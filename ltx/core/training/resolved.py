@@ -13,23 +13,21 @@ Else the step asks again, as it does for each state that a program has made or l
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter, is_
 from typing import Any
 
 import torch
 
 from ltx.core.base import tree
-from ltx.core.gradients.comm_hook import CommHook, shared_part, stateful_hook
-from ltx.core.gradients.pending import ProcessSchedule
-from ltx.core.gradients.planning import Plan
+from ltx.core.gradients.comm_hook import CommHook, shared_part
 from ltx.core.optim.base import Prepared
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import ALONE, Ranks
 from ltx.core.training.guard import must_sync_finite, runs_ahead
 from ltx.core.training.settings import check_layout
 from ltx.core.training.train_state import TrainState
-from ltx.core.transforms.run import Run
+from ltx.core.transforms.run import Known, Run
 from ltx.core.transforms.strategy import PostUpdateHook, StepInfo, in_dtype, stateful
 from ltx.typing import Tree
 
@@ -49,7 +47,7 @@ class Resolved:
         post_update_hook: communicates each bucket after the optimizer, if that is possible.
         ahead: the host runs ahead of a device, so it shouldn't read values.
         lasts: the strategy answers the same at the next step, and has nothing to begin in it.
-        plan: the plan of buckets, once a step has made it. within, nodes: as in :class:`ltx.core.transforms.run.Run`.
+        known: what the call of the user's step has found out, once there was one.
         prepared: the optimizer's update in place of these parameters, if it has a faster one.
     """
 
@@ -64,9 +62,7 @@ class Resolved:
     post_update_hook: PostUpdateHook | None
     ahead: bool
     lasts: bool
-    plan: Plan | None = None
-    within: Axis | None = None
-    nodes: int | None = None
+    known: Known = field(default_factory=Known)
     prepared: Prepared | None = None
 
     def holds(self, axis: Axis, step: int) -> bool:
@@ -79,16 +75,13 @@ class Resolved:
         """The answers for the `state` that this step has made, in which `run` was the call of the user's step."""
         if not self.lasts or state.held_sync_state.leaves:
             return None
-        train, schedule, params, prepared = self.train, run.schedule, state.held_params, self.prepared
-        plan = schedule.plan if isinstance(schedule, ProcessSchedule) else None
-        if prepared is not None and params is self.params and plan is self.plan and run.nodes == self.nodes:
+        train, plan, params, prepared = self.train, run.known.plan, state.held_params, self.prepared
+        if prepared is not None and params is self.params and run.known == self.known:
             return self
-        if plan is not None and (
-            stateful_hook(plan.hook) or sum(map(len, map(attrgetter("members"), plan.buckets))) < len(self.leaves)
-        ):
+        if plan is not None and not plan.lasts(len(self.leaves)):
             return None
         leaves, spec = self.leaves, self.spec
-        if prepared is None or params is not self.params or plan is not self.plan:
+        if prepared is None or params is not self.params or plan is not self.known.plan:
             leaves, spec = tree.flatten(params)
             if not train.donate and any(map(is_, leaves, self.leaves)):  # somebody may hold those of the old state
                 return None
@@ -96,8 +89,7 @@ class Resolved:
                 return None
             groups = [bucket.members for bucket in plan.buckets] if plan and train.overlap == "update" else []
             prepared = Prepared.of(train.optimizer, params, state.held_opt_state, groups) if train.donate else None
-        given = replace(self, params=params, leaves=leaves, spec=spec, prepared=prepared)
-        return replace(given, plan=plan, within=run.within, nodes=run.nodes)
+        return replace(self, params=params, leaves=leaves, spec=spec, prepared=prepared, known=run.known)
 
 
 def resolve(train: Any, params: Tree, leaves: list[torch.Tensor], spec: Any, info: StepInfo) -> Resolved:

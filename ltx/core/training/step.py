@@ -251,7 +251,10 @@ class EagerStep(Step):
             with torch.no_grad():  # recording views in autograd would be costly
                 done, summed = self._backward(work, work.run.schedule)
         else:
-            among, local = work.run.within or self.info.axis, self.train.step.strategy.hook(self.info.step) is None
+            among, local = (
+                work.run.known.within or self.info.axis,
+                self.train.step.strategy.hook(self.info.step) is None,
+            )
             summed, divisor = work.mean_at_once(among, local)
             with self._calls.in_pass():
                 done = work.run_alone(divisor)
@@ -268,21 +271,20 @@ class EagerStep(Step):
             # The optimizer writes to the parameters, and one tensor may be a parameter and communication state too.
             sync = replace(sync, leaves=unshared(sync.leaves, self.params))
         sync_leaves, sync_spec = tree.flatten(sync.leaves) if sync.leaves else _NO_LEAVES
-        hook, plan = self.resolved.post_update_hook, self.resolved.plan
-        if plan is None and hook is None and not marks_on_wire(train.step, self.resolved.hook, self.info.axis):
+        hook, known = self.resolved.post_update_hook, self.resolved.known
+        if known.plan is None and hook is None and not marks_on_wire(train.step, self.resolved.hook, self.info.axis):
             leaves = [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in leaves]
             sync_leaves = [x.detach().requires_grad_() for x in sync_leaves]
         given = self.params if leaves is self.leaves else tree.unflatten(self.spec, leaves)
         if sync_leaves or (not self.resolved.lasts and stateful(strategy)):
             given = Synced(given, replace(sync, leaves=tree.unflatten(sync_spec, sync_leaves)))
-        flat, of_call = (leaves, self.spec), (plan, self.resolved.within, self.resolved.nodes)
-        options = CallOptions(True, self.info.step, hook, self.state.frozen, flat, *of_call)
+        options = CallOptions(True, self.info.step, hook, self.state.frozen, (leaves, self.spec), known)
         with comm.span("forward"), torch.enable_grad():
             run, (loss, buffers, aux) = self.called(given, options, self._calls.recorded())
         if self.in_place and not (buffers is aux is None):  # outputs mustn't change with the parameters
             buffers, aux = unshared((buffers, aux), leaves)
         total, weight = loss.checked() if isinstance(loss, Weighted) else (loss, None)
-        asked = run.mean and weight is None and (run.local or run.within is not None)
+        asked = run.mean and weight is None and (run.local or run.known.within is not None)
         mean = run.averaged(total.detach()) if asked else None
         scale = None if train.step.precision is None else loss_scale_of(train, self.state)
         factor, ahead = 1.0 if scale is None else scale, self.resolved.ahead
@@ -351,7 +353,7 @@ class EagerStep(Step):
 
     def updating(self) -> AbstractContextManager[None]:
         if self._work.unused:
-            shared = shares_gradients(self.train.step.strategy, self.info.step) and self._work.run.within is None
+            shared = shares_gradients(self.train.step.strategy, self.info.step) and self._work.run.known.within is None
             self._work.report_unused(shared or self.info.axis.size == 1)
         # A signal that comes while tensors are updated in place is handled after the step. If its handler raises, the
         # caller doesn't get the result, so the state object itself becomes the next state.

@@ -24,8 +24,9 @@ from ltx.core.base.errors import InputError, StepError, TreeError, UnsupportedEr
 from ltx.core.comm.signature import Seen
 from ltx.typing import Tree
 
-# The functions whose graphs were checked, with the number of nodes that their call made: looking takes long.
-_looked_at = Seen(forgets=True)
+#: What is known of each function, since looking takes long: "called", "watched", and of graphs with so many nodes
+#: ("whole", nodes), which lead to no captured parameters, and ("alone", nodes), which lead to no leaves of their own.
+_known = Seen(forgets=True)
 
 
 def edges(nodes: Iterable[Any], ends: Callable[[Any], bool] = lambda _: False) -> Iterator[tuple[Any, Any, int]]:
@@ -66,7 +67,7 @@ def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0, to_given
     function is checked once, and again if a call makes another number of nodes, `made`. The check is for plain
     autograd: torch.func differentiates only arguments.
     """
-    if _looked_at.has(fn, made):
+    if _known.has(fn, ("whole", made)):
         return
     buffers = [buffer for module in modules_of(fn) for buffer in module.buffers()] if to_given else []
     known = [*_tensors(given), *buffers]
@@ -80,14 +81,11 @@ def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0, to_given
                 "dict(module.named_parameters()) and ltx.functional_call(module, params, inputs) inside the step. "
                 "If it is meant to be frozen, call requires_grad_(False) on it."
             )
-    _looked_at.add(fn, made)
+    _known.add(fn, ("whole", made))
 
 
 def _tensors(values: Tree) -> list[torch.Tensor]:
     return [x for x in tree.flatten(values)[0] if isinstance(x, torch.Tensor)]
-
-
-_without_own = Seen(forgets=True)
 
 
 def own_leaves(fn: Any, outputs: Tree, asked: Tree, given: Tree, made: int = 0) -> list[torch.Tensor]:
@@ -97,7 +95,7 @@ def own_leaves(fn: Any, outputs: Tree, asked: Tree, given: Tree, made: int = 0) 
     gradients of parameters by itself, is only called if the dummy's gradient is asked for too. It may be made by the
     step `fn`, or be one of the tensors `given` to it; what those were made of is the caller's business.
     """
-    if _without_own.has(fn, made):
+    if _known.has(fn, ("alone", made)):
         return []
     wanted, nodes = _tensors(asked), [x.grad_fn for x in _tensors(outputs)]
     ids, leads = {*map(id, wanted)}, {x.grad_fn for x in wanted}
@@ -116,7 +114,7 @@ def own_leaves(fn: Any, outputs: Tree, asked: Tree, given: Tree, made: int = 0) 
     }
     own = [x for x in below.values() if x is not None]
     if not own:
-        _without_own.add(fn, made)
+        _known.add(fn, ("alone", made))
     return own
 
 
@@ -137,9 +135,6 @@ class _Watch(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_watched = Seen(forgets=True)
-
-
 @contextmanager
 def watch_for_traced_values(fn: Any) -> Iterator[None]:
     """Raise TracedValueError if `fn` uses a traced value. Only the first run of `fn` is watched.
@@ -147,12 +142,9 @@ def watch_for_traced_values(fn: Any) -> Iterator[None]:
     A function that closes over a traced value was made inside the transform, so it is new. Watching costs microseconds
     per operation.
     """
-    with nullcontext() if _watched.has(fn) else _Watch():
+    with nullcontext() if _known.has(fn, "watched") else _Watch():
         yield
-    _watched.add(fn)
-
-
-_called = Seen(forgets=True)
+    _known.add(fn, "watched")
 
 
 def look_at_modules(
@@ -164,7 +156,7 @@ def look_at_modules(
     hooks for gradients and aren't among the `given` tensors. `in_place`: as in :func:`own_written`. The block gets True
     if it is the first time.
     """
-    return nullcontext() if _called.has(fn) else _looking(fn, in_place, given)
+    return nullcontext() if _known.has(fn, "called") else _looking(fn, in_place, given)
 
 
 @contextmanager
@@ -197,7 +189,7 @@ def _looking(fn: Any, in_place: Callable[[], set[int]], given: Callable[[], Iter
         x = buffer.tensor
         other = not x.is_meta and x.shape == value.shape and not same_values([x], [value])
         own_written([buffer._replace(version=-1) if other else buffer], type(module).__name__, in_place)
-    _called.add(fn)
+    _known.add(fn, "called")
 
 
 def first_hooked(tensors: Sequence[torch.Tensor]) -> int | None:

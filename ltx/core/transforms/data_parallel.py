@@ -19,15 +19,21 @@ from ltx.core.base.arguments import checked
 from ltx.core.base.errors import StepError, SyncStateError
 from ltx.core.collectives.linear import at_places
 from ltx.core.gradients.comm_hook import shared_part
+from ltx.core.gradients.marker import defer
+from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.planning import in_step
 from ltx.core.transforms import plain_autograd
 from ltx.core.transforms.closure_check import TracedValueError, look_at_modules, own_leaves, refuse_captured
 from ltx.core.transforms.compare import check_in_debug, check_params_once
 from ltx.core.transforms.functional_call import keep, tensors_in_place
-from ltx.core.transforms.marking import mark, mark_again, mark_in_graph, sync_gradients
+from ltx.core.transforms.marking import mark, mark_in_graph, marks_on_wire, sync_gradients
 from ltx.core.transforms.run import (
+    KIND,
     PLAIN_CALL,
+    Answers,
     CallOptions,
+    Known,
+    Marked,
     Run,
     StepSettings,
     averaged,
@@ -89,15 +95,29 @@ class DataParallel(StepSettings):
         }
         return SyncState.new(states)
 
+    def deferred(self, flat: tuple[list[torch.Tensor], Any], step: int = 0) -> CallOptions | None:
+        """For a call on the parameters `flat` whose caller waits for the buckets; None if no schedule sends any."""
+        hook, axis = self.hook(step), comm.resolve(self.axis)
+        # A step keeps what its last such call has asked, as a jitted function keeps its graphs.
+        answers: Answers | None = self.__dict__.get("_answers")
+        if answers is not None and answers.hold(hook, axis, [flat[1], *map(KIND, flat[0])]):
+            return CallOptions(True, flat=flat, known=answers.known)
+        return CallOptions(True, flat=flat) if marks_on_wire(self, hook, axis) else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_answers"}
+
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions = PLAIN_CALL) -> Run:
         """Call the step on marked parameters and tie its output."""
-        step, again = options.step, options.plan is not None
-        recorded = not again and traced.recording()
+        step, again = options.step, options.known.plan is not None
+        recorded = not options.deferred and traced.recording()
         if not again:
             params, sync_state = self._params_of(args) if step is None else self.params_of(args)
         leaves, spec = options.flat or tree.flatten(params)
-        if options.plan is not None:
-            marked, local, within = mark_again(options.plan, leaves), False, options.within
+        if options.known.plan is not None:
+            schedule, local, within = ProcessSchedule(options.known.plan, deferred=True), False, options.known.within
+            given, inputs = defer(schedule, leaves, [()] * len(leaves))
+            marked = Marked(given, None, schedule, inputs)
         elif recorded:
             tree.refuse_in_graph(tuple([type(x).__name__ for x in leaves]))
             counted = sync_state.step if sync_state is not None else 0
@@ -131,7 +151,7 @@ class DataParallel(StepSettings):
                     in_step.reset(token)
                 if not private.in_transform():  # side effects
                     held, made = (marked.leaves, args, kwargs), private.nodes_made() - before
-                    if made != options.nodes:
+                    if made != options.known.nodes:
                         if marked.schedule or (first and options.deferred):  # a train step of one rank has no schedule
                             refuse_captured(self.fn, output, held, made, options.deferred)
                         own = own_leaves(self.fn, output, marked.leaves, held, made)
@@ -142,8 +162,11 @@ class DataParallel(StepSettings):
             output = reaching(output, marked.leaves)
         mean = self.outputs == "mean" and not self.blocked
         output = output if marked.tie is None else marked.tied(output)
-        of_pass = marked.inputs, own, None if own else made
-        return Run(output, self.axis, marked.schedule, mean, local, within, *of_pass)
+        plan = marked.schedule.plan if isinstance(marked.schedule, ProcessSchedule) else None
+        known = Known(plan, within, None if own else made)
+        if plan is not None and not again and options.deferred and options.step is None and plan.lasts(len(leaves)):
+            self.__dict__["_answers"] = Answers(plan.hook, axis, [spec, *map(KIND, leaves)], known)
+        return Run(output, self.axis, marked.schedule, mean, local, marked.inputs, own, known)
 
     def params_of(self, args: tuple[Any, ...]) -> tuple[Tree, SyncState | None]:
         """The parameters among the arguments of a call, and the communication state that came with them."""

@@ -1,8 +1,7 @@
 """grad and grad_and_value, as in torch.func, but with a communication state as argument and result.
 
-functorch takes some 30 us more per parameter for a step that is an autograd Function. So if no transform is around the
-call and only the parameters are differentiated, gradients are taken by plain autograd down to the marker, and then from
-the reductions as they complete.
+If no transform is around the call and only the parameters are differentiated, gradients are taken by plain autograd
+down to the marker, and then from the reductions as they complete. functorch takes some 30 us more per parameter.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from ltx.core.gradients.planning import requires_grad
 from ltx.core.transforms.closure_check import first_hooked, hooked_text, refuse_captured
 from ltx.core.transforms.data_parallel import DataParallel
 from ltx.core.transforms.functional_call import Calls, own_grad_and_value
-from ltx.core.transforms.marking import marks_on_wire
 from ltx.core.transforms.plain_autograd import by_buckets, gradients
 from ltx.core.transforms.run import CallOptions, refuse_backward
 from ltx.core.transforms.sync_state import Synced, SyncState, check_state, states_after
@@ -69,19 +67,20 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
         numbers = (argnums,) if isinstance(argnums, int) else argnums
         if any(not -len(args) <= n < len(args) for n in numbers):
             raise StepError(f"argnums={argnums}: the step was called with {len(args)} positional arguments.")
-        if not traced.recording():
-            for n in numbers:
-                _check_differentiable(args[n].params if isinstance(args[n], Synced) else args[n], n)
+        recording = traced.recording()
+        for n in () if recording else numbers:
+            params = args[n].params if isinstance(args[n], Synced) else args[n]
+            flat = tree.flatten(params)
+            _check_differentiable(flat[0], params, n)
         if sync_state is not None:
             check_state(sync_state)
-        flat = tree.flatten(args[argnums]) if isinstance(argnums, int) else ([], None)
-        if isinstance(argnums, int) and flat[0] and _is_plain(step, argnums, args):
+        if isinstance(argnums, int) and not recording and flat[0] and _is_plain(step, argnums, args):
             others = tree.flatten((at_places(args, [argnums], [None]), kwargs))[0]
             if not requires_grad([*flat[0], *others]):
+                options = step.deferred(flat, 0 if sync_state is None else sync_state.checked_step())
+                if options is not None:
+                    return _by_plain_autograd(step, argnums, options, args, kwargs, sync_state, checked_output)
                 axis = comm.resolve(step.axis)
-                hook = step.hook(0 if sync_state is None else sync_state.checked_step())
-                if marks_on_wire(step, hook, axis):
-                    return _by_plain_autograd(step, argnums, flat, args, kwargs, sync_state, checked_output)
                 if axis.size == 1 and not axis.ranks.levels and sync_state is None:
                     return _alone(step, argnums, flat, args, kwargs, checked_output)
         given: Sequence[Any] = args
@@ -136,47 +135,48 @@ def _is_plain(step: Step, argnum: int, args: tuple[Any, ...]) -> TypeGuard[DataP
         return False
     if argnum % len(args) != step.argnums % len(args) or isinstance(args[argnum], Synced):
         return False
-    if traced.recording() or private.in_transform():
-        return False
-    return not (private.has_tangents() or torch.is_inference_mode_enabled())
+    return not (private.in_transform() or private.has_tangents() or torch.is_inference_mode_enabled())
 
 
 def _by_plain_autograd(
     step: DataParallel,
     argnum: int,
-    flat: tuple[list[torch.Tensor], Any],
+    options: CallOptions,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     sync_state: SyncState | None,
     checked_output: Callable[[Any], Any],
 ) -> Any:
-    """The result of :func:`grad_and_value`'s function, if :func:`_is_plain`. `flat`: the parameters, flattened."""
+    """The result of :func:`grad_and_value`'s function, if :func:`_is_plain`. `options`: those of the step's call."""
     params = args[argnum]
-    filled = at_places(args, [argnum], [params if sync_state is None else Synced(params, sync_state)])
+    filled = args if sync_state is None else at_places(args, [argnum], [Synced(params, sync_state)])
     calls = Calls()
     with comm.span("forward"), torch.enable_grad(), calls.recorded():
-        run = step.run(tuple(filled), kwargs, CallOptions(deferred=True, flat=flat))
+        run = step.run(tuple(filled), kwargs, options)
         output = checked_output(run.value())
     schedule = run.schedule
     assert isinstance(schedule, ProcessSchedule)
     assert run.inputs is not None
-    leaves, spec = flat
+    assert options.flat is not None
     loss = output[0] if isinstance(output, tuple) else output
     # If no operation connects the loss to the markers, it has no gradient.
     with calls.in_pass():
         grads, states = by_buckets(schedule, [loss] if loss.requires_grad else [], None, run.inputs, own=run.own)
-    value = tree.detached(_apart(output))
-    with torch.no_grad():
-        found = tree.unflatten(spec, map(grads.__getitem__, range(len(leaves))))
+    value, found = _apart(output), tree.unflatten(options.flat[1], grads)
     if sync_state is None:
         return found, value
     after = states_after(schedule.plan, states, sync_state.leaves, params)
     return (found, sync_state.advanced(after)), value
 
 
-def _apart(output: Tree) -> Tree:
+def _apart(output: Tree, detached: bool = True) -> Tree:
     """`output` with copies of scalars: a loss that is a parameter itself may be changed in place (loss /= steps)."""
-    return tree.map(lambda x: x.clone() if isinstance(x, torch.Tensor) and x.ndim == 0 else x, output)
+
+    def apart(x: Any) -> Any:
+        x = x.detach() if detached and isinstance(x, torch.Tensor) else x
+        return x.clone() if isinstance(x, torch.Tensor) and x.ndim == 0 else x
+
+    return tree.map(apart, output)
 
 
 def _alone(
@@ -208,14 +208,11 @@ def _alone(
             closes = True  # over variables, whose gradients nobody refuses here
     with calls.in_pass():
         grads = tree.unflatten(spec, gradients(total, inputs, closes, run.own))
-    with torch.set_grad_enabled(closes and torch.is_grad_enabled()):
-        value = _apart(output)
-    return grads, value if closes else tree.detached(value)
+    return grads, _apart(output, detached=not (closes and torch.is_grad_enabled()))
 
 
-def _check_differentiable(params: Tree, number: int) -> None:
-    """Raise unless argument `number` is a tree of tensors that have gradients."""
-    leaves = tree.flatten(params)[0]
+def _check_differentiable(leaves: list[Any], params: Tree, number: int) -> None:
+    """Raise unless argument `number`, `params` with these `leaves`, is a tree of tensors that have gradients."""
     tree.check_leaves(leaves, params, f"argument {number} of the step")
     if (place := first_hooked(leaves)) is not None:
         raise StepError(hooked_text(f"argument {number} of the step: leaf {tree.leaf_paths(params)[place]!r}"))

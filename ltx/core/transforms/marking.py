@@ -193,7 +193,7 @@ def mark(
         spec,
     )
     # Ranks that share gradients start from equal parameters; ranks that communicate after the update needn't.
-    sharing = shared_part(hook, axis) or axis
+    sharing = plan.part or axis
     if step_fn.strategy.layout.params == "replicated" or not isinstance(hook, PostUpdateHook):
         check_in_debug(sharing, params)
         if options.step is None:  # a train step compares its whole state
@@ -213,13 +213,6 @@ def mark(
     carried = {paths()[i] for i in wanted} if sync_state is not None else set()
     kept = kept_beside(sync_state, carried, hook.state_names)
     return Marked(filled, lambda outs: marker.tie(schedule, tokens, outs, kept), schedule)
-
-
-def mark_again(plan: Plan, leaves: list[torch.Tensor]) -> Marked:
-    """:func:`mark` for a deferred call, by the plan of an earlier one; its hook has no state."""
-    schedule = ProcessSchedule(plan, deferred=True)
-    given, inputs = marker.defer(schedule, leaves, [()] * len(leaves))
-    return Marked(given, None, schedule, inputs)
 
 
 def _mark_nothing(step_fn: StepSettings, leaves: list[Any], sync_state: SyncState | None, axis: Axis) -> Marked:

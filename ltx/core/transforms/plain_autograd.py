@@ -30,7 +30,7 @@ from ltx.core.ranks.batched import in_front
 from ltx.core.transforms.checkpoints import checkpoints_allowed
 from ltx.core.transforms.closure_check import watch_for_traced_values
 from ltx.core.transforms.functional_call import Calls
-from ltx.core.transforms.run import CallOptions
+from ltx.core.transforms.run import PLAIN_CALL, CallOptions
 from ltx.core.transforms.sync_state import Synced
 
 
@@ -62,8 +62,8 @@ def by_buckets(
     inputs: Sequence[torch.Tensor],
     again: bool = False,
     own: Sequence[torch.Tensor] = (),
-) -> tuple[dict[int, torch.Tensor], dict[int, LeafState]]:
-    """Run a deferred pass, and wait for its buckets: (gradients by the parameters' places, next states by them).
+) -> tuple[list[torch.Tensor], dict[int, LeafState]]:
+    """Run a deferred pass, and wait for its buckets: (the parameters' gradients, next states by their places).
 
     The arguments are those of :meth:`ProcessSchedule.backward`.
     """
@@ -79,7 +79,7 @@ def by_buckets(
     except BaseException as error:
         schedule.abandon(error)
         raise
-    return grads, states
+    return [*map(grads.__getitem__, range(len(grads)))], states
 
 
 class Call:
@@ -100,7 +100,7 @@ class Call:
         plain, step = torch.inference_mode(False), self.step
         allowed, watched = checkpoints_allowed(), watch_for_traced_values(step.fn)
         with comm.span("forward"), plain, torch.enable_grad(), allowed, watched, self.calls.recorded():
-            run = step.run(args, kwargs, CallOptions(deferred=self._may_defer(args)))
+            run = step.run(args, kwargs, self._options(args))
             outputs, spec = tree.flatten(run.value())
         self._schedule: Any = run.schedule
         self._inputs, self._own = run.inputs, run.own
@@ -112,16 +112,20 @@ class Call:
         self._result = ([None if i in self._differentiable else x for i, x in enumerate(outputs)], spec)
         return tuple(x.detach() for x in self.outputs)
 
-    def _may_defer(self, args: tuple[Any, ...]) -> bool:
-        """Whether the pass can wait for its buckets itself: it is one of all parameters, which bring no state."""
+    def _options(self, args: tuple[Any, ...]) -> CallOptions:
+        """Deferred, if the pass can wait for its buckets itself: it is one of all parameters, which bring no state."""
         number = self.step.argnums
         if not isinstance(number, int) or isinstance(args[number], Synced) or traced.recording():
-            return False
+            return PLAIN_CALL
         if not can_raise_priority() or in_step.get():  # hooks of leaves serve one pass
-            return False
-        self._params = tree.flatten(args[number])[0]
-        mine = {*map(id, self._params)}
-        return len(mine) == len(self._params) == sum(id(x) in mine and x.requires_grad for x in self.inputs)
+            return PLAIN_CALL
+        self._params, spec = tree.flatten(args[number])
+        mine, wanted = {*map(id, self._params)}, {id(x) for x in self.inputs if x.requires_grad}
+        if len(mine) != len(self._params) or not mine <= wanted:
+            return PLAIN_CALL
+        flat = self._params, spec
+        options: CallOptions | None = self.step.deferred(flat)
+        return CallOptions(deferred=True, flat=flat) if options is None else options
 
     def result(self, outputs: Sequence[torch.Tensor]) -> Any:
         """The step's result, with `outputs` in the places of the tensors that have a gradient."""
@@ -133,12 +137,13 @@ class Call:
         if self._inputs is not None and batched:  # one pass after the other: each is a pass of all ranks
             rows = [self.pull(one, False) for one in zip(*cotangents, strict=True)]
             return tuple(None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True))
-        wanted = [x for x in self.inputs if x.requires_grad]
 
         def pull(*one: torch.Tensor) -> tuple[torch.Tensor, ...]:
             with comm.nested_run():
-                asked = [*wanted, *self._own]
-                found = torch.autograd.grad(self.outputs, asked, one, retain_graph=True, allow_unused=True)
+                wanted = [x for x in self.inputs if x.requires_grad]
+                found = torch.autograd.grad(
+                    self.outputs, [*wanted, *self._own], one, retain_graph=True, allow_unused=True
+                )
                 return tuple(map(_with_own, wanted, found))
 
         with torch.inference_mode(False), checkpoints_allowed(), self.calls.in_pass():
@@ -147,8 +152,8 @@ class Call:
                 objectives, given = [x for x, _ in reached], [c for _, c in reached]
                 with comm.nested_run(), torch.no_grad():
                     found, _ = by_buckets(self._schedule, objectives, given, self._inputs, True, self._own)
-                of = {id(x): found[place] for place, x in enumerate(self._params)}
-                return tuple(of.get(id(x)) for x in self.inputs)
+                of = dict(zip(map(id, self._params), found, strict=True))
+                return tuple(map(of.get, map(id, self.inputs)))
             with comm.span("backward"):
                 grads = iter((torch.vmap(pull) if batched else pull)(*cotangents))
         return tuple(next(grads) if x.requires_grad else None for x in self.inputs)
@@ -229,7 +234,7 @@ def applies(params: Sequence[Any], others: Sequence[Any]) -> bool:
 def call_below(step: Any, leaves: list[Any], spec: Any) -> Any:
     """The value of `step` at flattened arguments, by plain autograd. Raises TracedValueError if that isn't complete."""
     call = Call(step, leaves, spec)
-    outputs = Below.apply(call, *(call.leaves[i] for i in call.wrapped))
+    outputs = Below.apply(call, *map(leaves.__getitem__, call.wrapped))
     if not call.outputs:
         raise StepError("the step returned no floating or complex tensor that depends on its parameters.")
     return call.result(outputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -145,6 +146,14 @@ class StepSettings(Readable):
         return reduce
 
 
+class Known(NamedTuple):
+    """What a call has found out, for later ones from which nothing is different that it follows from."""
+
+    plan: Plan | None = None  # its buckets, if they are sent; for later calls if its hook has no state
+    within: Axis | None = None  # the part of the axis whose ranks share gradients, if not all ranks do
+    nodes: int | None = None  # a graph of so many nodes was looked at, and leads to no leaves beside the parameters
+
+
 class CallOptions(NamedTuple):
     """Options of one call of a step. A plain call has the defaults."""
 
@@ -156,13 +165,25 @@ class CallOptions(NamedTuple):
     hook: CommHook | None = None  # the hook for what ranks share instead of gradients; None for the strategy's hook
     frozen: Tree = None  # the frozen parameters, which fill the places of None among the step's parameters
     flat: tuple[list[torch.Tensor], Any] | None = None  # the step's parameters, flattened, if the caller has done that
-    #: The plan of an earlier call, whose hook has no state, if all that it follows from is as it was; and its `within`.
-    plan: Plan | None = None
-    within: Axis | None = None
-    nodes: int | None = None  # a graph of so many nodes was looked at, and leads to no leaves beside the parameters
+    known: Known = Known()
 
 
 PLAIN_CALL = CallOptions()
+KIND = attrgetter("__class__", "shape", "dtype", "device", "layout")
+
+
+class Answers(NamedTuple):
+    """What a deferred call of a step has asked, kept for the next call on parameters of these kinds."""
+
+    hook: CommHook
+    axis: Axis
+    kinds: list[Any]
+    known: Known
+
+    def hold(self, hook: CommHook | None, axis: Axis, kinds: list[Any]) -> bool:
+        """Whether these are the answers for a call on `axis` too. Raises if nothing may be sent there."""
+        same = (axis is self.axis or axis == self.axis) and hook == self.hook and kinds == self.kinds
+        return same and axis.ranks.goes_on()
 
 
 class Marked(NamedTuple):
@@ -225,11 +246,10 @@ class Run(NamedTuple):
     schedule: Schedule | None  # as in :class:`Marked`
     mean: bool  # whether tensors of the value are averaged over ranks
     local: bool  # whether gradients stay local in this step, so that a Weighted's mean is this rank's too
-    within: Axis | None  # the part of the axis whose ranks share gradients, if not all ranks do
     inputs: list[torch.Tensor] | None  # as in :class:`Marked`
     #: Leaves beside the parameters, for whose gradients a backward pass is asked too (closure_check.own_leaves).
     own: Sequence[torch.Tensor] = ()
-    nodes: int | None = None  # how many nodes the step has made, if it leads to no such leaves
+    known: Known = Known()
 
     def value(self) -> Any:
         """The value that the caller of the step gets."""
@@ -247,13 +267,13 @@ class Run(NamedTuple):
     def _weighted_mean(self, output: Weighted) -> torch.Tensor:
         total, weight = output.checked()
         if not self.local:
-            total, weight = collectives.psum((total, weight), self.within or self.axis)
+            total, weight = collectives.psum((total, weight), self.known.within or self.axis)
         if not traced.recording():
             with private.below_transforms():
                 ranks = comm.resolve(self.axis).ranks
                 fault = int(ranks.read(unusable(plain_values(weight)), "the sum of the weights"))
             if fault:
-                of = "" if self.within is None else f" of {self.within.name!r}"
+                of = "" if self.known.within is None else f" of {self.known.within.name!r}"
                 whose = "this rank's weight is 0" if self.local else f"the weights of all ranks{of} add up to 0"
                 raise no_mean(f"Weighted: {whose}", odd=fault == 2)
         return total / weight

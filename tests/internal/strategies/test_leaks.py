@@ -22,8 +22,8 @@ Overlap = Literal["backward", "update"]
 
 OVERLAPS: tuple[Overlap, ...] = ("backward", "update")
 # After these, every strategy of the table is at the same place in what it does over and over: what is left once in
-# sixty steps shows.
-WARMUP_STEPS, STEPS = 5, 240
+# sixty steps shows. By then messages have lain in every slot of shared memory too, whose views are kept.
+WARMUP_STEPS, STEPS = 16, 240
 
 
 def _trainers(overlap: Overlap) -> dict[str, Any]:
