@@ -97,6 +97,15 @@ def said(error: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> str
     return str(raised.value)
 
 
+def raised_by(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """What ``call(*args, **kwargs)`` raises, as "its type: its text"; "" if it returns."""
+    try:
+        call(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def refuses(error: Any, match: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """``call(*args, **kwargs)`` raises an `error` in whose text `match` is found."""
     with pytest.raises(error, match=match):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,9 @@ needs_cuda = pytest.mark.skipif(DEVICE != "cuda", reason="needs CUDA")
 #: Several buckets of a small model. At world size 1 exact sums are left out, and with them the whole schedule.
 SMALL = {"bucket_bytes": 1 << 14, "first_bucket_bytes": 1 << 12}
 HALVES = ltx.DDPStrategy(comm_hook="fp16", **SMALL)
+#: ltx takes the fused kernels where there are any.
+ADAMW = ltx.optim.from_torch(torch.optim.AdamW, lr=1e-2)
+FUSED_ADAMW = partial(torch.optim.AdamW, lr=1e-2, fused=True)
 
 Loss = Callable[..., Any]
 
@@ -83,27 +87,39 @@ def on_cpu(value: Any) -> Any:
     return ltx.tree.map(lambda x: x.detach().cpu().clone() if isinstance(x, Tensor) else x, value)
 
 
-def as_fp16_gives(grads: list[Tensor]) -> list[Tensor]:
+def as_fp16_gives(grads: Iterable[Tensor]) -> list[Tensor]:
     """Gradients as the FP16 hook gives them to one rank."""
     return [g.half().to(g.dtype) for g in grads]
 
 
+def grads_of(loss: Loss, params: dict[str, Tensor], step: int) -> list[Tensor]:
+    """Those of a step's batch, by torch alone."""
+    return list(torch.autograd.grad(loss(params, *batch(step)), list(params.values())))
+
+
+def halves_of(loss: Loss, params: dict[str, Tensor], step: int) -> list[Tensor]:
+    """The same as the FP16 hook gives them."""
+    return as_fp16_gives(grads_of(loss, params, step))
+
+
+def check(workers: Any, run: Callable[[], tuple[Any, Any]], **close: float) -> None:
+    """The two values that `run` gives on a worker are equal, up to what `close` says to torch.testing.assert_close."""
+    ((found, expected),) = workers.run(run)
+    torch.testing.assert_close(found, expected, **close)
+
+
 def plain(
     steps: int,
-    grads_of: Callable[[Loss, dict[str, Tensor], int], list[Tensor] | None],
-    optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] = lambda params: torch.optim.AdamW(
-        params, lr=1e-2, fused=True
-    ),
+    by: Callable[[Loss, dict[str, Tensor], int], list[Tensor] | None] = grads_of,
+    optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] = FUSED_ADAMW,
 ) -> dict[str, Tensor]:
-    """Parameters after `steps` steps of torch alone; a step for which `grads_of` gives None is left out."""
+    """Parameters after `steps` steps of torch alone, with the gradients that `by` gives; one with None is left out."""
     module = model()
     loss, params = loss_of(module), {name: nn.Parameter(p) for name, p in params_of(module).items()}
     update = optimizer(list(params.values()))
     for step in range(steps):
-        grads = grads_of(loss, params, step)
-        if grads is None:
-            continue
-        for param, grad in zip(params.values(), grads, strict=True):
-            param.grad = grad
-        update.step()
+        if (grads := by(loss, params, step)) is not None:
+            for param, grad in zip(params.values(), grads, strict=True):
+                param.grad = grad
+            update.step()
     return on_cpu(params)

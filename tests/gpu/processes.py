@@ -17,7 +17,7 @@ from typing import Any
 import cloudpickle
 
 import ltx
-from tests.forks import free_port
+from tests.programs import of_torchrun
 
 TIMEOUT_S = 60.0
 
@@ -27,21 +27,12 @@ def on_two(fn: Callable[..., Any], folder: Path, *args: Any, backend: str | None
     call = folder / "call"
     cloudpickle.register_pickle_by_value(sys.modules[fn.__module__])
     call.write_bytes(cloudpickle.dumps((fn, args, backend)))
-    common = {
-        **os.environ,
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": "1",
-        **environment,
-    }
+    common = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, "-m", "tests.gpu.processes", str(call)]
     processes, outputs = [], [folder / f"output of rank {rank}" for rank in range(2)]
-    for rank, output in enumerate(outputs):
+    for output, own in zip(outputs, of_torchrun(2), strict=True):
         with open(output, "wb") as file:
-            own = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(subprocess.Popen(command, env=own, stdout=file, stderr=subprocess.STDOUT))
+            processes.append(subprocess.Popen(command, env=common | own, stdout=file, stderr=subprocess.STDOUT))
     try:
         for process in processes:
             process.wait(TIMEOUT_S + 40)

@@ -13,9 +13,20 @@ from torch import Tensor
 import ltx
 from ltx.core.training.guard import not_finite_on_device
 from ltx.errors import StepError
-from tests.gpu.device import DEVICE, HALVES, batch, loss_of, model, needs_cuda, on_cpu, params_of, synchronize
-
-ADAMW = ltx.optim.from_torch(torch.optim.AdamW, lr=1e-2)
+from tests.gpu.device import (
+    ADAMW,
+    DEVICE,
+    HALVES,
+    batch,
+    check,
+    loss_of,
+    model,
+    needs_cuda,
+    on_cpu,
+    params_of,
+    synchronize,
+)
+from tests.train_on import go_on, said
 
 
 def train_step(**options: Any) -> Any:
@@ -51,26 +62,18 @@ def test_everything_is_on_the_device(workers: Any) -> None:
             "the loss scale": metrics.loss_scale,
             "whether it was skipped": metrics.skipped,
         }
-        leaves = dict(zip(ltx.tree.leaf_paths(state), ltx.tree.flatten(state)[0], strict=True))
-        # These are the host's, which reads them in each step.
-        guards = ("sync_state.uses", "sync_state.clock")
-        return ltx.world().device.type, {
-            name: x.device.type for name, x in {**told, **leaves}.items() if name not in guards
-        }
+        told |= zip(ltx.tree.leaf_paths(state), ltx.tree.flatten(state)[0], strict=True)
+        return ltx.world().device.type, {name for name, x in told.items() if x.device.type != DEVICE}
 
-    ((where, found),) = workers.run(run)
+    ((where, elsewhere),) = workers.run(run)
     assert where == DEVICE
-    assert {name: device for name, device in found.items() if device != DEVICE} == {}
+    # These are the host's, which reads them in each step.
+    assert elsewhere <= {"sync_state.uses", "sync_state.clock"}
 
 
 @needs_cuda
 def test_parameters_on_the_cpu_are_refused(workers: Any) -> None:
-    def run() -> str:
-        with pytest.raises(StepError) as caught:
-            train_step().init(on_cpu(params_of(model())))
-        return str(caught.value)
-
-    (text,) = workers.run(run)
+    (text,) = workers.run(lambda: said(StepError, train_step().init, on_cpu(params_of(model()))))
     assert "rank 0 computes on cuda:0, and params leaf '0.bias' is on cpu" in text
 
 
@@ -98,14 +101,13 @@ def on_streams(streams: Callable[[int], Any], **options: Any) -> dict[str, Tenso
 def test_steps_on_other_streams(overlap: Any, workers: Any) -> None:
     """All on a side stream; and each on another one."""
 
-    def run() -> list[dict[str, Tensor]]:
+    def run() -> Any:
         one, two = torch.cuda.Stream(), torch.cuda.Stream()
-        ways = [lambda step: None, lambda step: one, lambda step: (None, one, two)[step % 3]]
-        return [on_streams(way, overlap=overlap) for way in ways]
+        expected = on_streams(lambda step: None, overlap=overlap)
+        ways = [lambda step: one, lambda step: (None, one, two)[step % 3]]
+        return [on_streams(way, overlap=overlap) for way in ways], [expected] * 2
 
-    ((expected, aside, in_turns),) = workers.run(run)
-    torch.testing.assert_close(aside, expected, rtol=0, atol=0)
-    torch.testing.assert_close(in_turns, expected, rtol=0, atol=0)
+    check(workers, run, rtol=0, atol=0)
 
 
 @needs_cuda
@@ -125,10 +127,9 @@ def test_memory_that_another_stream_takes_meanwhile(workers: Any) -> None:
             for size in (1 << 12, 1 << 14, 1 << 16):  # where freed buckets may have lain
                 torch.full((size,), float("nan"), device="cuda")
             torch.cuda.current_stream().wait_stream(side)
-        return expected, on_cpu(params)
+        return on_cpu(params), expected
 
-    ((expected, found),) = workers.run(run)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    check(workers, run, rtol=0, atol=0)
 
 
 # --- guards ---------------------------------------------------------------------------------------------------------
@@ -195,8 +196,7 @@ def test_out_of_memory(where: str, workers: Any) -> None:
             results.append(on_cpu(state.params))
         return results
 
-    ((expected, found),) = workers.run(run)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    check(workers, run, rtol=0, atol=0)
 
 
 @needs_cuda
@@ -205,12 +205,11 @@ def test_donated_steps_take_no_more_memory(overlap: Any, workers: Any) -> None:
     def run() -> list[int]:
         train = train_step(overlap=overlap)
         state, given, taken = train.init(params_of(model())), batch(0), []
-        for step in range(40):
-            state, _ = train(state, *given)
-            if step % 10 == 9:
-                gc.collect()
-                synchronize()
-                taken.append(torch.cuda.memory_allocated())
+        for _ in range(4):
+            state = go_on(train, state, [given] * 10).state
+            gc.collect()
+            synchronize()
+            taken.append(torch.cuda.memory_allocated())
         return taken
 
     (taken,) = workers.run(run)
@@ -230,13 +229,11 @@ def test_a_step_takes_one_copy_of_the_gradients(workers: Any) -> None:
             return ltx.functional_call(module, params, (x,)).square().mean()
 
         train = ltx.train_step(ltx.data_parallel(loss, ltx.DDPStrategy(comm_hook="fp16")), ADAMW)
-        state, x = train.init(module), torch.ones(2, width, device=DEVICE)
-        for _ in range(3):
-            state, _ = train(state, x)
+        x = torch.ones(2, width, device=DEVICE)
+        state = go_on(train, train.init(module), [x] * 3).state
         synchronize()
         torch.cuda.reset_peak_memory_stats()
-        for _ in range(2):
-            state, _ = train(state, x)
+        go_on(train, state, [x] * 2)
         synchronize()
         return (torch.cuda.max_memory_allocated() - before) / (4 * width * width * layers)
 

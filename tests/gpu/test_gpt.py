@@ -13,12 +13,11 @@ from torch.nn.functional import cross_entropy
 import ltx
 from benchmarks.gpt import GPT
 from tests.gpu.device import DEVICE
+from tests.train_on import trained
 
-BIG = DEVICE == "cuda"
-VOCABULARY, CONTEXT, SAMPLES = (64, 512, 32) if BIG else (64, 16, 16)  # 16,384 tokens a step
-SIZES = (
-    {"width": 1024, "layers": 12, "heads": 16} if BIG else {"width": 32, "layers": 2, "heads": 2}
-)  # 152 M parameters
+BIG = DEVICE == "cuda"  # 152 M parameters, 16,384 tokens a step
+VOCABULARY, CONTEXT, SAMPLES = (64, 512, 32) if BIG else (64, 16, 16)
+SIZES = {"width": 1024, "layers": 12, "heads": 16} if BIG else {"width": 32, "layers": 2, "heads": 2}
 STEPS, LR = 20, 3e-4 if BIG else 1e-2
 SCALE = 2.0**12
 
@@ -51,12 +50,9 @@ def by_ltx(dtype: torch.dtype) -> list[float]:
     scale = ltx.DynamicLossScale(init=SCALE, growth_interval=10_000) if dtype is torch.float16 else None
     step = ltx.data_parallel(loss_of(module), ltx.DDPStrategy(comm_hook=hook))
     step = ltx.mixed_precision(step, ltx.Precision(compute=dtype, loss_scale=scale))
-    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.AdamW, lr=LR))
-    state, losses = train.init(module), []
-    for number in range(STEPS):
-        state, metrics = train(state, tokens(number))
-        losses.append(metrics.loss)
-    return [float(loss) for loss in losses]
+    adamw = ltx.optim.from_torch(torch.optim.AdamW, lr=LR)
+    found: list[float] = trained(step, adamw, module, map(tokens, range(STEPS))).losses.tolist()
+    return found
 
 
 def by_torch(dtype: torch.dtype) -> list[float]:

@@ -14,7 +14,20 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 import ltx
 from ltx import hooks
 from tests.contract.hooks.table import HOOKS
-from tests.gpu.device import DEVICE, as_fp16_gives, batch, loss_of, model, on_cpu, params_of, plain, without_waiting
+from tests.gpu.device import (
+    ADAMW,
+    DEVICE,
+    batch,
+    check,
+    halves_of,
+    loss_of,
+    model,
+    on_cpu,
+    params_of,
+    plain,
+    without_waiting,
+)
+from tests.train_on import loop_of_torch, trained
 
 SHAPES = {"weight": (24, 20), "bias": (7,), "scale": (), "kernel": (6, 3, 5), "none": (0, 4)}
 STEPS = 3
@@ -83,21 +96,11 @@ def test_simulated_ranks(name: str, workers: Any) -> None:
 def test_a_hook_of_torch(workers: Any) -> None:
     def run() -> Any:
         strategy = ltx.DDPStrategy(comm_hook=hooks.from_torch(fp16_compress_hook, dist.group.WORLD))
-        train = ltx.train_step(
-            ltx.data_parallel(loss_of(model()), strategy, axis=dist.group.WORLD),
-            ltx.optim.from_torch(torch.optim.AdamW, lr=1e-2),
-        )
-        state = train.init(params_of(model()))
-        for step in range(STEPS):
-            state, _ = train(state, *batch(step))
+        step = ltx.data_parallel(loss_of(model()), strategy, axis=dist.group.WORLD)
+        found = trained(step, ADAMW, params_of(model()), map(batch, range(STEPS)))
+        return on_cpu(found.params), plain(STEPS, halves_of)
 
-        def grads(loss: Any, params: dict[str, Tensor], step: int) -> list[Tensor]:
-            return as_fp16_gives(list(torch.autograd.grad(loss(params, *batch(step)), list(params.values()))))
-
-        return on_cpu(state.params), plain(STEPS, grads)
-
-    ((found, expected),) = workers.run(run)
-    torch.testing.assert_close(found, expected)
+    check(workers, run)
 
 
 @pytest.mark.parametrize("hook", [hooks.FP16(), hooks.ByteGrad(), hooks.PowerSGD(1, start_step=0)])
@@ -109,17 +112,10 @@ def test_a_hook_under_ddp(hook: hooks.CommHook, workers: Any) -> None:
         ddp = nn.parallel.DistributedDataParallel(module, bucket_cap_mb=25)
         ddp.register_comm_hook(dist.group.WORLD, hooks.to_torch(hook, ddp))
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        train = ltx.train_step(
-            ltx.data_parallel(loss_of(model()), strategy), ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
-        )
-        state = train.init(params_of(model()))
-        for step in range(STEPS):
-            x, y = batch(step)
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(ddp(x), y).backward()
-            optimizer.step()
-            state, _ = train(state, x, y)
-        return on_cpu(params_of(module)), on_cpu(state.params)
+        sgd, batches = ltx.optim.from_torch(torch.optim.SGD, lr=0.1), [batch(step) for step in range(STEPS)]
+        loop_of_torch(optimizer, lambda x, y: nn.functional.cross_entropy(ddp(x), y), batches)
+        found = trained(loss_of(model()), sgd, params_of(model()), batches, strategy)
+        return on_cpu(params_of(module)), on_cpu(found.params)
 
     ((found, expected),) = workers.run(run)
     assert all(bool(x.isfinite().all()) for x in found.values())

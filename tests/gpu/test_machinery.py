@@ -16,7 +16,8 @@ from ltx import Pool
 from ltx.core.gradients import marker
 from ltx.core.ranks.axis import axes_in_scope
 from ltx.errors import UnsupportedError
-from tests.gpu.device import DEVICE, HALVES, batch, loss_of, model, needs_cuda, on_cpu, params_of
+from tests.gpu.device import DEVICE, HALVES, batch, check, loss_of, model, needs_cuda, on_cpu, params_of
+from tests.train_on import go_on
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
 #: The compiler's own kernels where there is a GPU; on the CPU the graph is what counts.
@@ -29,43 +30,38 @@ STEPS = 4
 def test_a_recording(overlap: Any, workers: Any) -> None:
     def run() -> Any:
         train = ltx.train_step(ltx.data_parallel(loss_of(model()), HALVES), SGD, overlap=overlap)
-        state = train.init(params_of(model()))
-        state, _ = train(state, *batch(0))
+        state, _ = train(train.init(params_of(model())), *batch(0))
         with ltx.profile.record() as trace:
-            for step in range(3):
-                state, _ = train(state, *batch(step))
-            train.finish(state)
-        return trace, len(state.params)
+            train.finish(go_on(train, state, map(batch, range(3))).state)
+        return trace
 
-    ((trace, _),) = workers.run(run)
-    buckets = trace.buckets
-    assert len(buckets) >= 2 * 3
+    (trace,) = workers.run(run)
+    assert len(trace.buckets) >= 2 * 3
     assert sum(event.label == "summary" for event in trace.events) == 3
     for event in trace.events:
         assert event.completed_s is not None
         assert event.issued_s <= event.completed_s
-    completed = [event.completed_s for event in buckets]
+    completed = [event.completed_s for event in trace.buckets]
     assert completed == sorted(completed), "one stream does them in the order of their issues"
     assert 0.0 <= trace.hidden <= 1.0
     assert trace.waited_s >= 0.0
 
 
-def steps(train: Any, state: Any) -> Any:
-    losses = []
+def steps(train: Any, made: Any = None) -> Any:
+    """Losses and parameters by `train`, from a state that `made` makes if `train` is a graph of it."""
+    state, losses = (made or train).init(params_of(model())), []
     for step in range(STEPS):
         state, metrics = train(state, *batch(step))
-        losses.append(float(metrics.loss))
+        losses.append(float(metrics.loss))  # at once: a graph's next replay may write there
     return losses, on_cpu(state.params)
 
 
 def trained(loss: Any, **options: Any) -> Any:
-    train = ltx.train_step(ltx.data_parallel(loss, HALVES), SGD, **options)
-    return steps(train, train.init(params_of(model())))
+    return steps(ltx.train_step(ltx.data_parallel(loss, HALVES), SGD, **options))
 
 
-def close(found: Any, expected: Any) -> None:
-    """A compiler's kernels round elsewhere, and gradients may fall on the other side in half precision."""
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+#: A compiler's kernels round elsewhere, and gradients may fall on the other side in half precision.
+CLOSE = {"rtol": 1e-3, "atol": 1e-4}
 
 
 @pytest.mark.slow_compile
@@ -75,10 +71,9 @@ def test_a_compiled_loss(overlap: Any, pool: Pool) -> None:
     def run() -> Any:
         torch._dynamo.reset()
         loss = loss_of(model())
-        return trained(loss), trained(torch.compile(loss, backend=BACKEND), overlap=overlap)
+        return trained(torch.compile(loss, backend=BACKEND), overlap=overlap), trained(loss)
 
-    ((expected, found),) = pool.run(run)
-    close(found, expected)
+    check(pool, run, **CLOSE)
 
 
 @pytest.mark.slow_compile
@@ -92,14 +87,12 @@ def test_collectives_in_a_graph(whole: bool, pool: Pool) -> None:
         step, params = ltx.data_parallel(loss_of(model()), HALVES), params_of(model())
         if whole:
             train = ltx.train_step(step, SGD)
-            compiled = torch.compile(train, fullgraph=True, backend=BACKEND)
-            return steps(train, train.init(params)), steps(compiled, train.init(params))
+            return steps(torch.compile(train, fullgraph=True, backend=BACKEND), train), steps(train)
         both = torch.func.grad_and_value(step)
         compiled = torch.compile(both, fullgraph=True, backend=BACKEND)
-        return on_cpu(both(params, *batch(0))), on_cpu(compiled(params, *batch(0)))
+        return on_cpu(compiled(params, *batch(0))), on_cpu(both(params, *batch(0)))
 
-    ((expected, found),) = pool.run(run)
-    close(found, expected)
+    check(pool, run, **CLOSE)
 
 
 # --- CUDA graphs ------------------------------------------------------------------------------------------------------
@@ -115,10 +108,9 @@ def test_a_loss_as_a_cuda_graph(overlap: Any, pool: Pool) -> None:
     def run() -> Any:
         torch._dynamo.reset()
         loss = loss_of(model())
-        return trained(loss), trained(torch.compile(loss, mode="reduce-overhead"), overlap=overlap)
+        return trained(torch.compile(loss, mode="reduce-overhead"), overlap=overlap), trained(loss)
 
-    ((expected, found),) = pool.run(run)
-    close(found, expected)
+    check(pool, run, **CLOSE)
 
 
 @needs_cuda
@@ -131,7 +123,7 @@ def test_collectives_in_a_cuda_graph(pool: Pool) -> None:
         torch._dynamo.reset()
         step, both = ltx.data_parallel(loss_of(model()), HALVES), []
         function = torch.func.grad_and_value(step)
-        for called in (function, torch.compile(function, fullgraph=True, mode="reduce-overhead")):
+        for called in (torch.compile(function, fullgraph=True, mode="reduce-overhead"), function):
             params = params_of(model())
             state, losses = SGD.init(params), []
             for number in range(STEPS):
@@ -141,8 +133,7 @@ def test_collectives_in_a_cuda_graph(pool: Pool) -> None:
             both.append((losses, on_cpu(params)))
         return both
 
-    ((expected, found),) = pool.run(run)
-    close(found, expected)
+    check(pool, run, **CLOSE)
 
 
 @needs_cuda
@@ -154,10 +145,9 @@ def test_a_whole_step_as_a_cuda_graph(pool: Pool) -> None:
     def run() -> Any:
         torch._dynamo.reset()
         train = ltx.train_step(ltx.data_parallel(loss_of(model()), HALVES), SGD)
-        expected = steps(train, train.init(params_of(model())))
-        compiled = torch.compile(train, fullgraph=True, mode="reduce-overhead")
+        expected = steps(train)
         try:
-            return expected, steps(compiled, train.init(params_of(model())))
+            return expected, steps(torch.compile(train, fullgraph=True, mode="reduce-overhead"), train)
         except RuntimeError as error:
             return expected, str(error)
 
@@ -165,7 +155,7 @@ def test_a_whole_step_as_a_cuda_graph(pool: Pool) -> None:
     if isinstance(found, str):
         assert "accessing tensor output of CUDAGraphs that has been overwritten" in found
     else:
-        close(found, expected)
+        torch.testing.assert_close(found, expected, **CLOSE)
 
 
 @needs_cuda
@@ -213,8 +203,7 @@ def test_buckets_go_out_during_the_backward_pass(hidden: bool, workers: Any) -> 
             if hidden:
                 patch.setattr(marker, "can_raise_priority", lambda: False)
             strategy = ltx.DDPStrategy(comm_hook="fp16", bucket_bytes=1 << 11, first_bucket_bytes=1 << 11)
-            train = ltx.train_step(ltx.data_parallel(loss, strategy), SGD)
-            losses, params = steps(train, train.init(params_of(model())))
+            losses, params = steps(ltx.train_step(ltx.data_parallel(loss, strategy), SGD))
         return [during - before for before, during in zip(seen[::2], seen[1::2], strict=True)], losses, params
 
     ((issued, losses, params),) = workers.run(run)

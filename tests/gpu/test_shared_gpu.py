@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import ltx
-from tests.gpu.device import DEVICE, batch, loss_of, model, needs_cuda, on_cpu, params_of, plain
+from tests.gpu.device import ADAMW, DEVICE, batch, loss_of, model, needs_cuda, on_cpu, params_of, plain
 from tests.gpu.processes import on_two
+from tests.train_on import loop_of_torch
 
 #: name -> (what a rank does with its x of shape (2, 3), that of all ranks' x, stacked)
 COLLECTIVES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Any]]] = {
@@ -59,7 +60,7 @@ def test_collectives(tmp_path: Path) -> None:
 def trained(overlap: Any, objects: bool) -> dict[str, Tensor]:
     rank = ltx.world().rank
     step = ltx.data_parallel(loss_of(model()), ltx.DDPStrategy(bucket_bytes=1 << 14))
-    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.AdamW, lr=1e-2), overlap=overlap)
+    train = ltx.train_step(step, ADAMW, overlap=overlap)
     state = train.init(params_of(model()))
     for number in range(4):
         x, y = batch(number)
@@ -71,22 +72,18 @@ def trained(overlap: Any, objects: bool) -> dict[str, Tensor]:
     return on_cpu(train.finish(state).params)
 
 
-def alone() -> dict[str, Tensor]:
-    """One process on the whole batch."""
-
-    def grads(loss: Any, params: dict[str, Tensor], step: int) -> list[Tensor]:
-        return list(torch.autograd.grad(loss(params, *batch(step)), list(params.values())))
-
-    return plain(4, grads)
+def as_alone(found: Any, workers: Any) -> None:
+    """Two ranks have come to the same, and to what one process comes to on the whole batch."""
+    (expected,) = workers.run(plain, 4)
+    first, second = found
+    assert isinstance(first, dict), first
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    torch.testing.assert_close(first, expected)
 
 
 @pytest.mark.parametrize("overlap", ["backward", "update"])
 def test_a_step_on_half_the_batch_each(overlap: str, workers: Any, tmp_path: Path) -> None:
-    (expected,) = workers.run(alone)
-    first, second = on_two(trained, tmp_path, overlap, overlap == "backward")
-    assert isinstance(first, dict), first
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
-    torch.testing.assert_close(first, expected)
+    as_alone(on_two(trained, tmp_path, overlap, overlap == "backward"), workers)
 
 
 def under_ddp() -> dict[str, Tensor]:
@@ -95,30 +92,13 @@ def under_ddp() -> dict[str, Tensor]:
     ddp = nn.parallel.DistributedDataParallel(module)
     ddp.register_comm_hook(None, ltx.hooks.to_torch(ltx.hooks.AllReduce(), ddp))
     optimizer, rank = torch.optim.AdamW(module.parameters(), lr=1e-2), ltx.world().rank
-    for number in range(4):
-        x, y = batch(number)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(ddp(x[rank::2]), y[rank::2]).backward()
-        optimizer.step()
+    batches = [[part[rank::2] for part in batch(number)] for number in range(4)]
+    loop_of_torch(optimizer, lambda x, y: nn.functional.cross_entropy(ddp(x), y), map(tuple, batches))
     return on_cpu(params_of(module))
 
 
 def test_a_hook_under_ddp(workers: Any, tmp_path: Path) -> None:
-    (expected,) = workers.run(alone)
-    first, second = on_two(under_ddp, tmp_path)
-    assert isinstance(first, dict), first
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
-    torch.testing.assert_close(first, expected)
-
-
-def nccl_takes_several() -> bool:
-    """Whether this NCCL can have several ranks on one GPU. The library is asked, and no device."""
-    return torch.cuda.nccl.version() >= (2, 30)
-
-
-def one_gpu() -> dict[str, str]:
-    """Each rank is shown one GPU alone, so that it takes the GPU for its own."""
-    return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+    as_alone(on_two(under_ddp, tmp_path), workers)
 
 
 @needs_cuda
@@ -126,12 +106,11 @@ def one_gpu() -> dict[str, str]:
 def test_ranks_of_nccl_on_one_gpu(told: bool, workers: Any, tmp_path: Path) -> None:
     """NCCL 2.30 takes them where it is told to; else both are refused by name."""
     asked = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"} if told else {}
-    found = on_two(trained, tmp_path, "backward", False, backend=None, **one_gpu(), **asked)
-    if told and nccl_takes_several():
-        (expected,) = workers.run(alone)
-        assert isinstance(found[0], dict), found[0]
-        torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
-        torch.testing.assert_close(found[0], expected)
+    # Each rank is shown one GPU alone, so that it takes the GPU for its own.
+    shown = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+    found = on_two(trained, tmp_path, "backward", False, backend=None, **shown, **asked)
+    if told and torch.cuda.nccl.version() >= (2, 30):  # the library is asked, and no device
+        as_alone(found, workers)
         return
     refused = "are both on one device, and cpu:gloo,cuda:nccl takes one rank a device."
     assert [text.partition(" Start")[0] for text in found] == [

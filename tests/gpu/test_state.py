@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 import ltx
-from tests.gpu.device import DEVICE, HALVES, batch, loss_of, model, on_cpu, params_of
-
-ADAMW = ltx.optim.from_torch(torch.optim.AdamW, lr=1e-2)
+from tests.gpu.device import ADAMW, DEVICE, HALVES, batch, check, loss_of, model, on_cpu, params_of
+from tests.train_on import go_on
 
 
 def test_objects(workers: Any) -> None:
@@ -37,15 +36,11 @@ def test_a_checkpoint(workers: Any, tmp_path: Path) -> None:
         step = ltx.mixed_precision(step, ltx.Precision(loss_scale=ltx.DynamicLossScale(init=2.0)))
         train = ltx.train_step(step, ADAMW)
 
-        def go_on(state: Any, steps: range) -> Any:
-            for number in steps:
-                state, _ = train(state, *batch(number))
-            return state
-
-        state = go_on(train.init(params_of(model())), range(3))
+        later = [batch(number) for number in range(3, 6)]
+        state = go_on(train, train.init(params_of(model())), map(batch, range(3))).state
         ltx.checkpoint.save(tmp_path / "now", state)
         saving = ltx.checkpoint.save_async(tmp_path / "meanwhile", state)
-        after = on_cpu(go_on(state, range(3, 6)).params)
+        after = on_cpu(go_on(train, state, later).params)
         saving.result()
         found = []
         for name in ("now", "meanwhile"):
@@ -53,7 +48,7 @@ def test_a_checkpoint(workers: Any, tmp_path: Path) -> None:
             leaves = dict(zip(ltx.tree.leaf_paths(restored.state), ltx.tree.flatten(restored.state)[0], strict=True))
             where = {path: x.device.type for path, x in leaves.items() if not path.startswith("sync_state.c")}
             drawn = torch.randn(2, device=DEVICE)
-            found.append((where, on_cpu(go_on(restored.state, range(3, 6)).params), on_cpu(drawn)))
+            found.append((where, on_cpu(go_on(train, restored.state, later).params), on_cpu(drawn)))
         return after, found
 
     ((after, ((where, first, drawn), (where_too, second, drawn_too))),) = workers.run(run)
@@ -74,5 +69,4 @@ def test_a_state_as_torch_saves_it(workers: Any, tmp_path: Path) -> None:
         one, other = (train(each, *batch(1))[0] for each in (state, again))
         return on_cpu(one.params), on_cpu(other.params)
 
-    ((one, other),) = workers.run(run)
-    torch.testing.assert_close(one, other, rtol=0, atol=0)
+    check(workers, run, rtol=0, atol=0)

@@ -9,11 +9,15 @@ import torch
 from torch import Tensor
 
 import ltx
+from tests import train_on
 from tests.gpu.device import (
+    ADAMW,
     DEVICE,
     HALVES,
     as_fp16_gives,
     batch,
+    check,
+    halves_of,
     loss_of,
     model,
     on_cpu,
@@ -21,25 +25,18 @@ from tests.gpu.device import (
     plain,
     without_waiting,
 )
+from tests.train_on import go_on
 
 WARM_UP, STEPS = 3, 4
-ADAMW = ltx.optim.from_torch(torch.optim.AdamW, lr=1e-2)
 
 
-def trained(step: Any, batches: list[tuple[Tensor, ...]], optimizer: Any = ADAMW, **options: Any) -> tuple[Any, Any]:
-    """Parameters and metrics; from the fourth step on the host doesn't wait."""
-    train, seen = ltx.train_step(step, optimizer, **options), []
-    state = train.init(params_of(model()))
-    for given in batches[:WARM_UP]:
-        state, metrics = train(state, *given)
-        seen.append(metrics)
+def trained(step: Any, batches: list[tuple[Tensor, ...]], **options: Any) -> tuple[Any, list[bool]]:
+    """Parameters, and which steps were skipped; from the fourth step on the host doesn't wait."""
+    train = ltx.train_step(step, ADAMW, **options)
+    state, first = go_on(train, train.init(params_of(model())), batches[:WARM_UP])
     with without_waiting():
-        for given in batches[WARM_UP:]:
-            state, metrics = train(state, *given)
-            seen.append(metrics)
-    params = train.finish(state).params
-    told = [(float(m.loss), None if m.skipped is None else bool(m.skipped)) for m in seen]
-    return on_cpu(params), told
+        state, then = go_on(train, state, batches[WARM_UP:])
+    return on_cpu(train.finish(state).params), [bool(metrics.skipped) for metrics in [*first, *then]]
 
 
 def batches(samples: int = 16) -> list[tuple[Tensor, Tensor]]:
@@ -51,7 +48,7 @@ def expected(samples: int = 16, weight: bool = False, without: int | None = None
         if step == without:
             return None
         total = loss(params, *batch(step, samples)) * (samples if weight else 1)
-        found = as_fp16_gives(list(torch.autograd.grad(total, list(params.values()))))
+        found = as_fp16_gives(torch.autograd.grad(total, list(params.values())))
         return [g / samples for g in found] if weight else found
 
     return plain(WARM_UP + STEPS, grads)
@@ -63,22 +60,12 @@ def test_a_step(overlap: Any, workers: Any) -> None:
         step = ltx.data_parallel(loss_of(model()), HALVES)
         return trained(step, batches(), overlap=overlap)[0], expected()
 
-    ((params, wanted),) = workers.run(run)
-    torch.testing.assert_close(params, wanted)
+    check(workers, run)
 
 
 def test_a_step_without_communication(workers: Any) -> None:
     """An exact sum of one rank is left out."""
-
-    def run() -> Any:
-        def grads(loss: Any, params: dict[str, Tensor], step: int) -> list[Tensor]:
-            return list(torch.autograd.grad(loss(params, *batch(step)), list(params.values())))
-
-        step = ltx.data_parallel(loss_of(model()))
-        return trained(step, batches())[0], plain(WARM_UP + STEPS, grads)
-
-    ((params, wanted),) = workers.run(run)
-    torch.testing.assert_close(params, wanted)
+    check(workers, lambda: (trained(ltx.data_parallel(loss_of(model())), batches())[0], plain(WARM_UP + STEPS)))
 
 
 @pytest.mark.parametrize("at", [1, WARM_UP + 1])
@@ -91,8 +78,8 @@ def test_a_guarded_step(at: int, workers: Any) -> None:
         step = ltx.data_parallel(loss_of(model()), HALVES)
         return *trained(step, given, guard="skip"), expected(without=at)
 
-    ((params, told, wanted),) = workers.run(run)
-    assert [skipped for _, skipped in told] == [step == at for step in range(WARM_UP + STEPS)]
+    ((params, skipped, wanted),) = workers.run(run)
+    assert skipped == [step == at for step in range(WARM_UP + STEPS)]
     torch.testing.assert_close(params, wanted)
 
 
@@ -110,8 +97,7 @@ def test_a_weighted_step(kind: str, overlap: Any, workers: Any) -> None:
         step = ltx.data_parallel(weighted, HALVES)
         return trained(step, batches(), overlap=overlap)[0], expected(weight=True)
 
-    ((params, wanted),) = workers.run(run)
-    torch.testing.assert_close(params, wanted)
+    check(workers, run)
 
 
 @pytest.mark.parametrize("guard", ["off", "skip"])
@@ -128,13 +114,12 @@ def test_a_dynamic_loss_scale(guard: Any, workers: Any) -> None:
             x, y = batch(step)
             short = {name: p.bfloat16() for name, p in params.items()}
             total = loss(short, x.bfloat16(), y).float() * scales[step]
-            found = torch.autograd.grad(total, list(params.values()))
-            return [g / scales[step] for g in as_fp16_gives(list(found))]
+            return [g / scales[step] for g in as_fp16_gives(torch.autograd.grad(total, list(params.values())))]
 
         return *trained(step, batches(), guard=guard), plain(WARM_UP + STEPS, grads)
 
-    ((params, told, wanted),) = workers.run(run)
-    assert not any(skipped for _, skipped in told)
+    ((params, skipped, wanted),) = workers.run(run)
+    assert not any(skipped)
     torch.testing.assert_close(params, wanted)
 
 
@@ -143,13 +128,12 @@ def test_accumulation(workers: Any) -> None:
         def grads(loss: Any, params: dict[str, Tensor], step: int) -> list[Tensor]:
             x, y = batch(step)
             halves = [loss(params, a, b) for a, b in zip(x.chunk(2), y.chunk(2), strict=True)]
-            return as_fp16_gives(list(torch.autograd.grad(sum(halves) / 2, list(params.values()))))
+            return as_fp16_gives(torch.autograd.grad(sum(halves) / 2, list(params.values())))
 
         step = ltx.accumulate(ltx.data_parallel(loss_of(model()), HALVES), steps=2)
         return trained(step, batches())[0], plain(WARM_UP + STEPS, grads)
 
-    ((params, wanted),) = workers.run(run)
-    torch.testing.assert_close(params, wanted)
+    check(workers, run)
 
 
 def test_gradients_alone(workers: Any) -> None:
@@ -161,11 +145,9 @@ def test_gradients_alone(workers: Any) -> None:
         with without_waiting():
             found = grad(params, x, y)
         leaves = {name: p.requires_grad_() for name, p in params.items()}
-        wanted = as_fp16_gives(list(torch.autograd.grad(loss(leaves, x, y), list(leaves.values()))))
-        return on_cpu(found), on_cpu(dict(zip(leaves, wanted, strict=True)))
+        return on_cpu(found), on_cpu(dict(zip(leaves, halves_of(loss, leaves, 0), strict=True)))
 
-    ((found, wanted),) = workers.run(run)
-    torch.testing.assert_close(found, wanted)
+    check(workers, run)
 
 
 FUSED = {
@@ -184,21 +166,12 @@ def test_optimizers(name: str, guard: Any, workers: Any) -> None:
 
     def run() -> Any:
         kind = getattr(torch.optim, name)
+        optimizer = ltx.optim.from_torch(kind, **FUSED[name])
+        step = ltx.data_parallel(loss_of(model()), HALVES)
+        params = train_on.trained(step, optimizer, params_of(model()), batches()[:STEPS], guard=guard).params
+        return on_cpu(params), plain(STEPS, halves_of, lambda params: kind(params, **FUSED[name]))
 
-        def grads(loss: Any, params: dict[str, Tensor], step: int) -> list[Tensor]:
-            found = torch.autograd.grad(loss(params, *batch(step)), list(params.values()))
-            return as_fp16_gives(list(found))
-
-        train = ltx.train_step(
-            ltx.data_parallel(loss_of(model()), HALVES), ltx.optim.from_torch(kind, **FUSED[name]), guard=guard
-        )
-        state = train.init(params_of(model()))
-        for step in range(STEPS):
-            state, _ = train(state, *batch(step))
-        return on_cpu(state.params), plain(STEPS, grads, lambda params: kind(params, **FUSED[name]))
-
-    ((params, wanted),) = workers.run(run)
-    torch.testing.assert_close(params, wanted)
+    check(workers, run)
 
 
 def test_collectives_and_the_rank_in_a_step(workers: Any) -> None:
@@ -212,5 +185,4 @@ def test_collectives_and_the_rank_in_a_step(workers: Any) -> None:
 
         return trained(ltx.data_parallel(shifted, HALVES), batches())[0], expected()
 
-    ((params, wanted),) = workers.run(run)
-    torch.testing.assert_close(params, wanted)
+    check(workers, run)

@@ -24,12 +24,7 @@ def test_what_crosses_a_real_link_and_the_bytes_that_the_ledger_counts() -> None
         assert row["counted"] <= row["sent"] <= 1.05 * row["counted"] + 20_000, f"{name}: {row}"
     # The reference systems all-reduce the whole cotangent of a gather and keep their part of it.
     assert found["backward of all_gather"]["sent"] < 0.55 * found["psum"]["sent"]
-    left = (
-        [name for name in os.listdir("/run/netns") if name.startswith(f"ltx{os.getpid()}")]
-        if os.path.isdir("/run/netns")
-        else []
-    )
-    assert left == []
+    assert list(Path("/run/netns").glob(f"ltx{os.getpid()}*")) == []
 
 
 @pytest.mark.full

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -14,16 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.network import nodes
 from tests.network.hosts import NEEDS_LINKS, links
 
 SCRIPT = Path(__file__).with_name("nodes.py")
 PORT = 29511  # each host is a namespace of its own, where every port is free
-
-_spec = importlib.util.spec_from_file_location("nodes", SCRIPT)
-assert _spec is not None
-assert _spec.loader is not None
-nodes = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(nodes)
 
 pytestmark = [*NEEDS_LINKS, pytest.mark.timeout(100)]
 
@@ -72,38 +66,26 @@ def by_arguments(folder: Path, link: links.Link) -> list[list[str]]:
 
 def check_reports(folder: Path, launcher: str, size: int) -> None:
     """Each rank's world and mesh; training as one process does it on the whole batch."""
-    params = {name: leaf.requires_grad_() for name, leaf in nodes.start().items()}
-    gradient = None
-    for _ in range(nodes.STEPS):
-        grads = torch.autograd.grad(nodes.loss(params, nodes.batch()), list(params.values()))
-        gradient = grads[0] if gradient is None else gradient
-        with torch.no_grad():
-            params = {k: (p - 0.3 * g).requires_grad_() for (k, p), g in zip(params.items(), grads, strict=True)}
-    expected = torch.cat([params["w"].flatten(), params["s"].reshape(1)]).detach()
-    assert gradient is not None
+    params, batches = nodes.start(), [nodes.batch()] * nodes.STEPS
+    gradient = torch.func.grad(nodes.loss)(params, batches[0])["w"]
+    for batch in batches:
+        grads = torch.func.grad(nodes.loss)(params, batch)
+        params = {name: p - 0.3 * grads[name] for name, p in params.items()}
+    expected = torch.cat([params["w"].flatten(), params["s"].reshape(1)])
     each = size // nodes.HOSTS
     for rank in range(size):
         report = json.loads((folder / f"rank{rank}").read_text())
         node, local_rank = divmod(rank, each)
-        assert report["world"] == {
-            "rank": rank,
-            "size": size,
-            "local_rank": local_rank,
-            "node_rank": node,
-            "num_nodes": 2,
-            "launcher": launcher,
-            "backend": "gloo",
-            "is_global_zero": rank == 0,
-        }
+        place = {"rank": rank, "size": size, "local_rank": local_rank, "node_rank": node, "num_nodes": 2}
+        assert report["world"] == place | {"launcher": launcher, "backend": "gloo", "is_global_zero": rank == 0}
         assert report["mesh"]["index"] == [node, local_rank]
         assert report["mesh"]["sums"] == [
             sum(n * each + local_rank for n in range(2)),
             sum(node * each + i for i in range(each)),
         ]
-        found = torch.tensor(report["mesh"]["gradient"], dtype=torch.float64)
-        torch.testing.assert_close(found, gradient.flatten(), rtol=1e-12, atol=1e-12)
-        found = torch.tensor(report["trained"], dtype=torch.float64)
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        found = report["mesh"]["gradient"], report["trained"]
+        for mine, whole in zip(found, (gradient.flatten(), expected), strict=True):
+            torch.testing.assert_close(torch.tensor(mine, dtype=torch.float64), whole, rtol=1e-12, atol=1e-12)
 
 
 def check_lost(folder: Path, ranks: Sequence[int], within_s: float = 10.0) -> None:

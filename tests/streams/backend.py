@@ -330,23 +330,13 @@ def written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
 READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.nonzero.default}
 
 
+_MAKES = ("empty", "new_empty", "detach", "alias", "record_stream", "zeros_like", "ones_like", "full_like", "new_zeros")
+
+
 def is_view(func: Any) -> bool:
     """Whether `func` reads no values: views, and what makes uninitialised memory of the same kind."""
-    name = func._schema.name
-    made = (
-        "empty",
-        "new_empty",
-        "detach",
-        "alias",
-        "record_stream",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "new_zeros",
-    )
-    returns = func._schema.returns
-    aliases = [r.alias_info is not None and not r.alias_info.is_write for r in returns]
-    return (bool(aliases) and all(aliases)) or any(name.startswith(f"aten::{word}") for word in made)
+    aliases = [r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns]
+    return (bool(aliases) and all(aliases)) or func._schema.name.removeprefix("aten::").startswith(_MAKES)
 
 
 def reader() -> str:

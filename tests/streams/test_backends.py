@@ -26,6 +26,7 @@ from ltx.core.world.world import world_of
 from ltx.errors import PeerLostError, StepError
 from tests.contract.runtime.environments import TORCHRUN
 from tests.kinds import OnNewAxis, Ranks
+from tests.train_on import raised_by
 
 
 @pytest.mark.parametrize(
@@ -125,14 +126,9 @@ def test_what_isn_t_the_network_is_raised_as_it_is(error: RuntimeError, on_new_a
             patch.setattr(operations.dist, "all_reduce", broken)
             patch.setenv("LTX_SHARED_MEMORY", "0")
             axis_comm: Any = axes_in_scope()[0].comm
-            channel = axis_comm.background
-            try:
-                channel.issue("psum", torch.ones(2), "a sum")
-            except RuntimeError as raised:
-                return type(raised).__name__
-            finally:
-                channel.failed = None  # which it is for want of memory; here all ranks have issued nothing
-        return "nothing"
+            raised = raised_by(axis_comm.background.issue, "psum", torch.ones(2), "a sum")
+            axis_comm.background.failed = None  # which it is for want of memory; here all ranks have issued nothing
+        return raised.partition(":")[0]
 
     assert list(on_new_axis(run)) == [type(error).__name__] * 2
     assert not isinstance(error, PeerLostError)

@@ -21,7 +21,7 @@ from torch import Tensor
 import ltx
 from ltx import Pool
 from ltx.core.ranks.axis import axes_in_scope
-from ltx.errors import CollectiveTimeoutError, InvalidStateError, LtxError, PeerLostError
+from ltx.errors import CollectiveTimeoutError, LtxError, PeerLostError
 from tests import train_on
 from tests.forks import SILENT_S, Ranks, settles
 from tests.streams.backend import HUNG_S, StreamGroup, StreamWork, log
@@ -30,6 +30,12 @@ from tests.streams.pool import StreamedPool, on_streams
 #: Heartbeats take five seconds here, and what hangs is given up by the fake device after five.
 SOON_S = 30.0
 STEPS, FAILS = 8, 3
+SMALL = ltx.DDPStrategy(bucket_bytes=64, first_bucket_bytes=64)
+SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
+
+
+def squares(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return (x @ params["a"]).square().mean()
 
 
 def training(
@@ -44,11 +50,10 @@ def training(
             hidden.register_hook(lambda _: fail())
         return (hidden @ params["b"]).square().mean()
 
-    strategy = ltx.DDPStrategy(bucket_bytes=64, first_bucket_bytes=64)
-    train = ltx.train_step(ltx.data_parallel(loss, strategy), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+    train = ltx.train_step(ltx.data_parallel(loss, SMALL), SGD)
     torch.manual_seed(0)
     params = {"a": torch.randn(4, 4), "b": torch.randn(4, 4)}
-    state, said, began, held = train.init(params), "", time.monotonic(), "usable"
+    state, said, began = train.init(params), "", time.monotonic()
     for step in range(steps):  # noqa: B007 - the loss reads it
         try:
             began = time.monotonic()
@@ -56,11 +61,7 @@ def training(
         except (LtxError, ZeroDivisionError) as error:
             said = f"{type(error).__name__}: {error}"
             break
-    took = time.monotonic() - began
-    try:
-        state.check_owned()
-    except InvalidStateError as error:
-        held = str(error)
+    took, held = time.monotonic() - began, train_on.raised_by(state.check_owned) or "usable"
     return said, took, held, (state.step, (state.params["a"] + 0).flatten().tolist() if held == "usable" else [])
 
 
@@ -71,18 +72,11 @@ def _raise() -> None:
 def test_a_rank_that_raises_in_its_backward_pass(started: Any, ranks: Callable[[int], Pool]) -> None:
     def run() -> Any:
         said, took, held, (at, kept) = training(_raise)
-        strategy = ltx.DDPStrategy(bucket_bytes=64, first_bucket_bytes=64)
-        train = ltx.train_step(
-            ltx.data_parallel(lambda p, x: (x @ p["a"]).square().mean(), strategy),
-            ltx.optim.from_torch(torch.optim.SGD, lr=0.1),
-        )
         ltx.init()
         undisturbed = [training(lambda: None, steps=steps)[-1] for steps in (FAILS, FAILS + 1)]
         assert held != "usable" or (at, kept) in undisturbed
-        state = train.init({"a": torch.ones(4, 4)})
-        for _ in range(3):
-            state, metrics = train(state, torch.ones(2, 4))
-        return said, took, held, (state.params["a"] + 0).tolist(), float(metrics.loss)
+        after = train_on.trained(squares, SGD, {"a": torch.ones(4, 4)}, [torch.ones(2, 4)] * 3, SMALL)
+        return said, took, held, (after.params["a"] + 0).tolist(), float(after.losses[-1])
 
     (said, took, held, after, loss), (own, _, _, others, _) = StreamedPool(ranks(2), HUNG_S).run(run)
     assert own == "ZeroDivisionError: the model's own"
@@ -153,10 +147,9 @@ def test_errors_of_the_network_are_those_of_lost_peers(at: str, ranks: Callable[
         ltx.psum(torch.ones(2))  # compared from now on: no rank leaves while another one compares it
         pending = channel.issue("psum", torch.ones(2), "psum").read()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(StreamGroup if at == "allreduce" else StreamWork, at, lambda *_: breaks())
-            with pytest.raises(PeerLostError) as told:
-                channel.wait_for_host(pending, "psum") if at == "is_completed" else ltx.psum(torch.ones(2))
-        return str(told.value)
+            patch.setattr(StreamGroup if at == "allreduce" else StreamWork, at, breaks)
+            call = (channel.wait_for_host, pending, "psum") if at == "is_completed" else (ltx.psum, torch.ones(2))
+            return train_on.said(PeerLostError, *call)
 
     for rank, said in enumerate(StreamedPool(ranks(2)).run(run)):
         failed = "could not be issued" if at == "allreduce" else "failed while waiting for its peers"
@@ -228,15 +221,11 @@ def test_a_rank_that_dies_or_stops(by: signal.Signals, started: Callable[..., Ra
         assert "invalid" in held or held == "usable"
 
 
-def _quit() -> None:
-    os._exit(0)
-
-
 FAILURES: dict[str, Callable[[], None]] = {
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "raises": _raise,
-    "quits": _quit,
+    "quits": lambda: os._exit(0),
 }
 
 
@@ -250,9 +239,7 @@ def test_the_host_hears_of_a_peer(how: str, failing: int, streams: bool, reads: 
     last = 4
 
     def loop(tell: Callable[[Any], None], seen: list[float]) -> None:
-        train = ltx.train_step(
-            ltx.data_parallel(lambda p, x: (x @ p["a"]).square().mean()), ltx.optim.from_torch(torch.optim.SGD, lr=0.01)
-        )
+        train = ltx.train_step(ltx.data_parallel(squares), ltx.optim.from_torch(torch.optim.SGD, lr=0.01))
         state = train.init({"a": torch.ones(4, 4)})
         for step in range(last + 1):
             if ltx.world().rank == failing and step == last:
@@ -263,7 +250,7 @@ def test_the_host_hears_of_a_peer(how: str, failing: int, streams: bool, reads: 
                 seen.append(metrics.loss.item())
 
     def body(tell: Callable[[Any], None]) -> Any:
-        seen: list[float] = []
+        seen, said = list[float](), "nothing was raised"
         try:
             if streams:
                 on_streams(loop, tell, seen, hung_s=60.0 if reads else 0.0)
@@ -271,8 +258,8 @@ def test_the_host_hears_of_a_peer(how: str, failing: int, streams: bool, reads: 
                 loop(tell, seen)
                 ltx.shutdown()
         except LtxError as error:
-            return time.time(), f"{type(error).__name__}: {error}", seen
-        return time.time(), "nothing was raised", seen
+            said = f"{type(error).__name__}: {error}"
+        return time.time(), said, seen
 
     held_by = ["launcher", "rank 0"][seed % 2]
     world = started(3, body, held_by, heartbeat_s=SILENT_S)

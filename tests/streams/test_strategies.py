@@ -14,7 +14,8 @@ from ltx.strategies.decentralized import Decentralized
 from tests.kinds import Ranks
 from tests.streams.backend import log
 from tests.streams.pool import StreamedPool
-from tests.streams.test_steps import SMALL, batch, prepared
+from tests.streams.test_steps import SMALL, batch, copies, prepared
+from tests.train_on import go_on
 
 
 def test_nobody_waits_for_a_round_in_the_background(ranks: Ranks) -> None:
@@ -49,7 +50,7 @@ def gossiping(strategy: ltx.Strategy) -> Any:
     for step in range(4):
         log().clear()
         state, _ = train(state, *batch(rank, step))
-    return {name: x + 0 for name, x in train.finish(state).params.items()}, log().reads
+    return copies(train.finish(state).params), log().reads
 
 
 @pytest.mark.parametrize("mode", ["all", "shift_one"])
@@ -70,10 +71,9 @@ def test_parameters_that_are_given_away_keep_their_memory(strategy: ltx.Strategy
     def run(donate: bool) -> tuple[bool, dict[str, Tensor]]:
         train, state, rank = prepared(strategy, donate=donate, overlap=overlap)
         places = [x.data_ptr() for x in state.params.values()]
-        for step in range(3):
-            state, _ = train(state, *batch(rank, step))
+        state = go_on(train, state, [batch(rank, step) for step in range(3)]).state
         kept = [x.data_ptr() for x in state.params.values()] == places
-        return kept, {name: x + 0 for name, x in state.params.items()}
+        return kept, copies(state.params)
 
     given, held = (StreamedPool(ranks(2)).run(run, donate) for donate in (True, False))
     for (kept, params), (moved, expected) in zip(given, held, strict=True):

@@ -8,29 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import ltx
-from tests.kinds import Ranks
+from tests.kinds import Params, Ranks
+from tests.train_on import trained
 
 LTX = Path(__file__).parents[3] / "ltx"
 #: Functions of torch that make a tensor on the default device, unless they are given one.
-FACTORIES = frozenset(
-    {
-        "arange",
-        "as_tensor",
-        "empty",
-        "eye",
-        "full",
-        "linspace",
-        "logspace",
-        "normal",
-        "ones",
-        "rand",
-        "randint",
-        "randn",
-    }
-    | {"randperm", "scalar_tensor", "tensor", "zeros"}
-)
+FACTORIES = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "logspace", "normal", "ones", "rand"}
+FACTORIES |= {"randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"}
 
 
 def without_device(tree: ast.AST) -> list[int]:
@@ -52,13 +39,15 @@ def test_the_search() -> None:
 
 
 def test_every_tensor_is_made_on_a_device() -> None:
-    found = {
-        path.relative_to(LTX).as_posix(): without_device(ast.parse(path.read_text())) for path in LTX.rglob("*.py")
-    }
-    assert {path: lines for path, lines in found.items() if lines} == {}
+    found = {path.relative_to(LTX).as_posix(): ast.parse(path.read_text()) for path in LTX.rglob("*.py")}
+    assert {path: lines for path, tree in found.items() if (lines := without_device(tree))} == {}
 
 
 HOOKS = ("fp16", ltx.hooks.ByteGrad(), ltx.hooks.PowerSGD(), ltx.hooks.error_feedback(ltx.hooks.TopK(0.5)), None)
+
+
+def squares(params: Params, x: Tensor) -> ltx.Weighted:
+    return ltx.Weighted((x @ params["w"] + params["b"]).square().sum(), len(x))
 
 
 @pytest.mark.full(but=2)
@@ -68,24 +57,15 @@ def test_training(hook: Any, ranks: Ranks) -> None:
 
     def run() -> list[Any]:
         torch.manual_seed(int(ltx.axis_index()))
-        x = torch.randn(5, 4, 3)
-        found = []
+        x, strategy, found = torch.randn(5, 4, 3), ltx.DDPStrategy(comm_hook=hook) if hook else None, []
         for default in ("cpu", "meta"):
             params = {"w": torch.linspace(-1, 1, 12).view(3, 4), "b": torch.ones(4)}
             with torch.device(default):
-                step = ltx.data_parallel(
-                    lambda p, x: ltx.Weighted((x @ p["w"] + p["b"]).square().sum(), len(x)),
-                    ltx.DDPStrategy(comm_hook=hook) if hook else None,
-                )
-                optimizer = ltx.optim.chain(
-                    ltx.optim.clip_by_global_norm(1.0), ltx.optim.from_torch(torch.optim.AdamW, lr=0.1)
-                )
-                train = ltx.train_step(step, optimizer, guard="skip")
-                state = train.init(params)
-                for part in x:
-                    state, metrics = train(state, part)
+                adamw = ltx.optim.from_torch(torch.optim.AdamW, lr=0.1)
+                optimizer = ltx.optim.chain(ltx.optim.clip_by_global_norm(1.0), adamw)
+                state, metrics = trained(squares, optimizer, params, x, strategy, guard="skip")
                 ltx.barrier()
-                told = float(metrics.loss), float(ltx.psum(2.0)), len(ltx.all_gather_object("a"))
+                told = float(metrics[-1].loss), float(ltx.psum(2.0)), len(ltx.all_gather_object("a"))
                 found.append((ltx.tree.flatten(state.params)[0], told))
         return found
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import ltx
 from ltx.checkpoint import RESUMABLE, storage
 from ltx.checkpoint.together import Together
 from ltx.core.comm.store_exchange import StoreExchange
-from ltx.errors import CheckpointError, InputError, LtxError, RankMismatchError, TreeError
+from ltx.errors import CheckpointError, InputError, RankMismatchError, TreeError
 from tests import train_on
 from tests.kinds import OnNewAxis, Ranks
 from tests.programs import begun, end, finished, of_torchrun
@@ -39,6 +40,10 @@ def trainer(**kwargs: Any) -> Any:
 
 def start(train: Any) -> Any:
     return train.init({name: torch.ones(SIZE) for name in ("w", "x", "y", "z")})
+
+
+def is_one() -> bool:
+    return int(ltx.axis_index()) == 1
 
 
 @contextlib.contextmanager
@@ -68,13 +73,12 @@ def test_a_full_disk_on_one_rank_is_the_same_error_on_all(how: str, failing: int
         first = start(train)
         ltx.checkpoint.save(tmp_path, first)
         state, _ = train(first, torch.ones(SIZE))
-        limits = files_of_at_most(10_000) if rank == failing else contextlib.nullcontext()
-        with limits, pytest.raises(CheckpointError) as raised:
-            SAVES[how](tmp_path, state, keep=1)
+        with files_of_at_most(10_000) if rank == failing else contextlib.nullcontext():
+            text = train_on.said(CheckpointError, SAVES[how], tmp_path, state, keep=1)
         ltx.barrier()
         back = ltx.checkpoint.load(tmp_path, first).step
         ltx.checkpoint.save(tmp_path, state)  # the next one works
-        return str(raised.value), back + 10 * ltx.checkpoint.load(tmp_path, first).step
+        return text, back + 10 * ltx.checkpoint.load(tmp_path, first).step
 
     results = ranks(2).run(on_a_rank)
     (said,) = {said for said, _ in results}
@@ -86,66 +90,38 @@ def test_a_full_disk_on_one_rank_is_the_same_error_on_all(how: str, failing: int
     assert list(tmp_path.glob(".*")) == []
 
 
-def read_only(path: Path) -> Path:
-    """A directory in which nothing can be made, even by root."""
-    return Path("/proc/ltx")
-
-
-def under_a_file(path: Path) -> Path:
-    (path / "file").write_text("")
-    return path / "file" / "under"
-
-
-def a_file(path: Path) -> Path:
-    (path / "file").write_text("")
-    return path / "file"
-
-
-@pytest.mark.parametrize("place", [read_only, under_a_file, a_file])
+# In the first nothing can be made, even by root.
+@pytest.mark.parametrize("place", ["/proc/ltx", "file/under", "file"])
 @pytest.mark.parametrize("how", ["save", "save_async", "load"])
-def test_an_impossible_place_is_one_error_on_all(how: str, place: Any, ranks: Ranks, tmp_path: Path) -> None:
-    path = place(tmp_path)
-
-    def on_a_rank() -> str:
-        state = start(trainer())
-        with pytest.raises(CheckpointError) as raised:
-            ltx.checkpoint.load(path, state) if how == "load" else SAVES[how](path, state)
-        return f"{type(raised.value).__name__}: {raised.value}"
-
-    first, second = ranks(2).run(on_a_rank)
+def test_an_impossible_place_is_one_error_on_all(how: str, place: str, ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    path, call = tmp_path / place, SAVES.get(how, ltx.checkpoint.load)
+    first, second = ranks(2).run(lambda: train_on.raised_by(call, path, start(trainer())))
     assert first == second
     assert first.startswith("CheckpointError: ")
     assert str(path) in first
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (
-            lambda path, state, alone: ltx.checkpoint.save(path, state, keep=0 if alone else 1),
-            "InputError: .*keep must",
-        ),
-        (lambda path, state, alone: ltx.checkpoint.save(path, state, data=open if alone else 1), "InputError: .*data"),
-        (
-            lambda path, state, alone: ltx.checkpoint.load(path, state, per_rank="?" if alone else "mean"),
-            "InputError: ",
-        ),
-        (lambda path, state, alone: ltx.checkpoint.load(path, None if alone else state), "StepError: .*rank 1: "),
-        (
-            lambda path, state, alone: ltx.checkpoint.save(path, [trainer()(state, torch.ones(SIZE))[0], state][alone]),
-            "DonatedStateError: the checkpoint wasn't saved: rank 1: ",
-        ),
-    ],
-)
-def test_a_mistake_of_one_rank_is_one_error_on_all(wrong: Any, said: str, ranks: Ranks, tmp_path: Path) -> None:
-    def on_a_rank() -> str:
-        try:
-            wrong(tmp_path, start(trainer()), int(ltx.axis_index()) == 1)
-        except LtxError as error:
-            return f"{type(error).__name__}: {error}"
-        return "nothing is wrong"
+def donated(path: Path, state: Any, alone: bool) -> None:
+    following, _ = trainer()(state, torch.ones(SIZE))
+    ltx.checkpoint.save(path, state if alone else following)
 
-    first, second = ranks(2).run(on_a_rank)
+
+save, load = ltx.checkpoint.save, ltx.checkpoint.load
+#: What a rank does, with a mistake if it is `alone`; what is said.
+MISTAKES: dict[str, tuple[Callable[[Path, Any, bool], object], str]] = {
+    "keep": (lambda path, state, alone: save(path, state, keep=0 if alone else 1), "InputError: .*keep must"),
+    "data": (lambda path, state, alone: save(path, state, data=open if alone else 1), "InputError: .*data"),
+    "per_rank": (lambda path, state, alone: load(path, state, per_rank="?" if alone else "mean"), "InputError: "),
+    "no state": (lambda path, state, alone: load(path, None if alone else state), "StepError: .*rank 1: "),
+    "donated": (donated, "DonatedStateError: the checkpoint wasn't saved: rank 1: "),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_of_one_rank_is_one_error_on_all(mistake: str, ranks: Ranks, tmp_path: Path) -> None:
+    wrong, said = MISTAKES[mistake]
+    first, second = ranks(2).run(lambda: train_on.raised_by(wrong, tmp_path, start(trainer()), is_one()))
     assert first == second
     assert re.match(said, first)
     assert "rank 1: " in first
@@ -158,7 +134,7 @@ def test_another_file_system(ranks: Ranks, tmp_path: Path) -> None:
     def on_a_rank() -> str:
         write = storage.write
         with pytest.MonkeyPatch.context() as patch:
-            if int(ltx.axis_index()) == 1:
+            if is_one():
 
                 def elsewhere(path: Path, rank: int, pieces: Any) -> Any:
                     (tmp_path / "elsewhere").mkdir()
@@ -197,9 +173,8 @@ def test_one_rank_that_saves_alone_is_told(then: str, on_new_axis: OnNewAxis, tm
             "barrier": ltx.barrier,
         }[then]
         going_on()
-        with pytest.raises(RankMismatchError) as error:
-            ltx.checkpoint.save(tmp_path, state) if int(ltx.axis_index()) == 0 else going_on()
-        return str(error.value)
+        call = going_on if is_one() else lambda: ltx.checkpoint.save(tmp_path, state)
+        return train_on.said(RankMismatchError, call)
 
     what = {"step": "data_parallel"}.get(then, then)
     for sockets in (False, True):
@@ -230,7 +205,7 @@ def test_nothing_is_read_after_the_last_exchange(ranks: Ranks, tmp_path: Path) -
         train = trainer()
         ltx.checkpoint.save(tmp_path, start(train), data=int(ltx.axis_index()))
         with pytest.MonkeyPatch.context() as patch:
-            if int(ltx.axis_index()) == 1:
+            if is_one():
                 exchange, done = Together.exchange, list[Any]()
 
                 def exchanges(*args: Any) -> Any:
@@ -241,7 +216,7 @@ def test_nothing_is_read_after_the_last_exchange(ranks: Ranks, tmp_path: Path) -
 
                 patch.setattr(Together, "exchange", exchanges)
             data: int = ltx.checkpoint.load(tmp_path, start(train)).data
-        if int(ltx.axis_index()) == 0:
+        if not is_one():
             shutil.rmtree(tmp_path)
             ltx.barrier("removed")
         return data
@@ -262,7 +237,7 @@ def test_rank_0_stays_until_all_have_heard(ranks: Ranks, tmp_path: Path) -> None
                     heard[0] = time.monotonic()
                 return collect(exchange, place, *args, **kwargs)
 
-            if int(ltx.axis_index()) == 1:
+            if is_one():
                 patch.setattr(StoreExchange, "collect", late)
             ltx.checkpoint.save(tmp_path, start(trainer()))
             return heard[0] or time.monotonic()
@@ -274,6 +249,17 @@ def test_rank_0_stays_until_all_have_heard(ranks: Ranks, tmp_path: Path) -> None
 # --- in the background -----------------------------------------------------------------------------------------------
 
 
+def writer_that_waits() -> tuple[Callable[..., Any], threading.Event]:
+    """Writes once the event is set."""
+    write, may_write = storage.write, threading.Event()
+
+    def waits(*args: Any) -> Any:
+        assert may_write.wait(60)
+        return write(*args)
+
+    return waits, may_write
+
+
 @pytest.mark.parametrize("strategy", [ltx.DDPStrategy(), ltx.ZeroStrategy()], ids=["ddp", "zero"])
 def test_steps_overwrite_nothing_that_is_being_saved(
     strategy: ltx.Strategy, ranks: Ranks, seed: int, tmp_path: Path
@@ -283,12 +269,7 @@ def test_steps_overwrite_nothing_that_is_being_saved(
     def on_a_rank() -> list[bool]:
         train = ltx.train_step(ltx.data_parallel(lambda p, x: (p["w"] * x).sum().square(), strategy), ADAM)
         state, kept, savings = train.init({"w": torch.randn(100_000)}), [], []
-        write, may_write = storage.write, threading.Event()
-
-        def waits(*args: Any) -> Any:
-            assert may_write.wait(60)
-            return write(*args)
-
+        write, (waits, may_write) = storage.write, writer_that_waits()
         with pytest.MonkeyPatch.context() as patch:
             for at in range(6):
                 kept.append(ltx.tree.map(torch.clone, (state.params, state.opt_state)))
@@ -311,21 +292,14 @@ def test_steps_overwrite_nothing_that_is_being_saved(
 
 
 def test_it_returns_before_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, may_write = storage.write, threading.Event()
-
-    def waits(*args: Any) -> Any:
-        assert may_write.wait(60)
-        return write(*args)
-
+    waits, may_write = writer_that_waits()
     monkeypatch.setattr(storage, "write", waits)
-    train = trainer()
-    saving = ltx.checkpoint.save_async(tmp_path, start(train))
+    saving = ltx.checkpoint.save_async(tmp_path, start(trainer()))
     assert not saving.done
     for limit in (0.01, timedelta(seconds=0.01)):
         with pytest.raises(TimeoutError, match=re.escape("isn't saved within 0.01 s")):
             saving.result(timeout_s=limit)
-    with pytest.raises(InputError, match=re.escape("Saving.result: timeout_s must be a number of seconds or a")):
-        saving.result(-1)
+    train_on.refuses(InputError, r"Saving\.result: timeout_s must be a number of seconds or a", saving.result, -1)
     assert ltx.checkpoint.latest(tmp_path) is None
     may_write.set()
     assert saving.result(timedelta(days=365 * 500)) == ltx.checkpoint.latest(tmp_path)
@@ -454,10 +428,7 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(ranks: Ranks, tmp
         trained: Tensor = names["run"]()
         return trained
 
-    resumed, undisturbed = (
-        ranks(2).run(again, tmp_path).replicated(),
-        ranks(2).run(again, tmp_path / "new").replicated(),
-    )
+    resumed, undisturbed = (ranks(2).run(again, path).replicated() for path in (tmp_path, tmp_path / "new"))
     assert torch.equal(resumed, undisturbed)
 
 
@@ -489,29 +460,18 @@ def test_a_signal_that_cant_be_handled_leaves_the_others_as_they_were() -> None:
 
 
 def test_preemption_refuses() -> None:
-    with (
-        pytest.raises(InputError, match="every must be a whole number of at least 1, got 0"),
-        ltx.checkpoint.preemption(every=0),
-    ):
-        pass
-    raised: list[Exception] = []
+    def enter(**given: int) -> None:
+        with ltx.checkpoint.preemption(**given):
+            pass
 
-    def on_a_thread() -> None:
-        try:
-            with ltx.checkpoint.preemption():
-                pass
-        except InputError as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=on_a_thread)
-    thread.start()
-    thread.join()
-    assert "signals are handled by the main thread alone" in str(raised[0])
+    train_on.refuses(InputError, "every must be a whole number of at least 1, got 0", enter, every=0)
+    with ThreadPoolExecutor(1) as other:
+        said = other.submit(train_on.said, InputError, enter).result()
+    assert "signals are handled by the main thread alone" in said
 
 
 @pytest.mark.parametrize("tree", [{"a.b": 1.0, "a": {"b": 2.0}}, {"a": [1.0, 2.0], "a.1": 3.0}])
 def test_two_leaves_with_one_path(tree: Any) -> None:
     params = ltx.tree.map(torch.tensor, tree)
     for init in (trainer().init, ltx.data_parallel(lambda params: 0.0).init):
-        with pytest.raises(TreeError, match=r"params: two leaves have the path 'a\.(b|1)'"):
-            init(params)
+        train_on.refuses(TreeError, r"params: two leaves have the path 'a\.(b|1)'", init, params)

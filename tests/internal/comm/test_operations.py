@@ -16,8 +16,8 @@ from ltx.core import comm
 from ltx.core.comm import operations
 from ltx.core.comm.backends import is_gloo
 from ltx.core.comm.operations import OPERATIONS
-from ltx.errors import LtxError
 from tests.kinds import OnNewAxis
+from tests.train_on import raised_by
 
 ARGUMENTS: dict[str, list[tuple[int, ...]]] = {
     "broadcast": [(0,), (1,)],
@@ -57,7 +57,7 @@ def test_no_memory_for_a_collective_on_one_rank(on_new_axis: OnNewAxis) -> None:
 
     def run() -> list[str]:
         rows = operations.OPERATIONS  # the worker's own
-        rank, row, told = int(ltx.axis_index()), rows["all_gather"], []
+        rank, row = int(ltx.axis_index()), rows["all_gather"]
         ltx.all_gather(torch.ones(2))
 
         def start(*_: object) -> Any:
@@ -66,19 +66,13 @@ def test_no_memory_for_a_collective_on_one_rank(on_new_axis: OnNewAxis) -> None:
 
         if rank == 0:
             rows["all_gather"] = replace(row, start=start)
-        for value in (1.0, 2.0)[: 2 - rank]:
-            try:
-                ltx.all_gather(torch.full((2,), value))
-                told.append("nothing")
-            except (torch.OutOfMemoryError, LtxError) as error:
-                told.append(f"{type(error).__name__}: {error}")
-        return told
+        return [raised_by(ltx.all_gather, torch.full((2,), value)) for value in (1.0, 2.0)[: 2 - rank]]
 
-    first, second = on_new_axis(run, sockets=True)
-    assert first[0] == "OutOfMemoryError: no memory"
-    assert "out of step since an earlier failure" in first[1]
-    assert "couldn't be issued for want of memory" in first[1]
-    assert "Error: rank 1: " in second[0], "its peer gets no value of another collective"
+    (first, then), (told,) = on_new_axis(run, sockets=True)
+    assert first == "OutOfMemoryError: no memory"
+    assert "out of step since an earlier failure" in then
+    assert "couldn't be issued for want of memory" in then
+    assert "Error: rank 1: " in told, "its peer gets no value of another collective"
 
 
 @pytest.mark.full(but=1)

@@ -18,6 +18,9 @@ from ltx.core import comm
 from ltx.errors import LtxError, StepLeftOutError
 from ltx.peers.watcher import Watcher
 from tests.kinds import OnNewAxis, Started, Tell
+from tests.train_on import raised_by
+
+SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.01)
 
 
 class BrokenError(Exception):
@@ -32,15 +35,6 @@ def _axis_comm() -> comm.AxisComm:
 def _gradient() -> float:
     # Of one step: the first call of each compares parameters.
     return float(torch.func.grad(ltx.data_parallel(lambda w: w * (1.0 + ltx.axis_index())))(torch.tensor(1.0)))
-
-
-def _said(call: Callable[[], object]) -> str:
-    """The type and text of what the call raises; "" if it returns."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def _of_two_buckets(fails: bool) -> float:
@@ -59,28 +53,27 @@ def _of_two_buckets(fails: bool) -> float:
     return float(params["first"].grad[0])  # type: ignore[index]
 
 
-@pytest.mark.parametrize("sockets", [False, True], ids=["shared memory", "sockets"])
+LEFT_BY_RANK_1 = "DeadlockDetectedError: rank 0: rank 1 has left a backward pass on axis 'data' halfway"
+ON_BOTH = pytest.mark.parametrize("sockets", [False, True], ids=["shared memory", "sockets"])
+
+
+@ON_BOTH
 @pytest.mark.parametrize("who", ["one", "all"])
-def test_a_pass_that_autograd_drops_after_a_bucket_ends_the_world(
-    who: str, sockets: bool, on_new_axis: OnNewAxis
-) -> None:
+def test_a_pass_that_autograd_drops_after_a_bucket_ends_the_world(who: str, sockets: bool, on_new_axis: Any) -> None:
     """Also where all ranks raise: some may have sent more than others."""
 
     def run() -> tuple[str, list[str], float]:
         _of_two_buckets(fails=False)
         fails = who == "all" or _axis_comm().rank == 1
-        first = _said(lambda: _of_two_buckets(fails=fails))
-        later = [_said(_gradient), _said(lambda: ltx.psum(torch.ones(()))), _said(lambda: ltx.all_gather_object(1))]
+        first = raised_by(_of_two_buckets, fails)
+        later = [raised_by(_gradient), raised_by(ltx.psum, torch.ones(())), raised_by(ltx.all_gather_object, 1)]
         ltx.init()
         return first, later, _gradient()
 
-    results = on_new_axis(run, sockets=sockets)
-    told, raised = results.rank(0), results.rank(1)
-    assert raised[0].startswith("ZeroDivisionError")
-    if who == "one":
-        assert told[0].startswith(
-            "DeadlockDetectedError: rank 0: rank 1 has left a backward pass on axis 'data' halfway"
-        )
+    results = list(on_new_axis(run, sockets=sockets))
+    (told, *_), (raised, *_) = results
+    assert raised.startswith("ZeroDivisionError")
+    assert told.startswith(LEFT_BY_RANK_1 if who == "one" else "ZeroDivisionError")
     for _, later, gradient in results:
         assert gradient == 1.5
         for text in later:
@@ -95,14 +88,14 @@ def test_who_begins_a_new_world_at_once_has_told_why_it_left_the_old_one(on_new_
         fails, write = _axis_comm().rank == 1, Watcher._write
         if fails:
             Watcher._write = lambda watcher: time.sleep(0.5) or write(watcher)  # type: ignore[method-assign]
-        said = _said(lambda: _of_two_buckets(fails))
+        said = raised_by(_of_two_buckets, fails)
         ltx.init()
         Watcher._write = write  # type: ignore[method-assign]
         return said
 
     waited, raised = on_new_axis(run)
     assert raised.startswith("ZeroDivisionError")
-    assert waited.startswith("DeadlockDetectedError: rank 0: rank 1 has left a backward pass on axis 'data' halfway")
+    assert waited.startswith(LEFT_BY_RANK_1)
 
 
 def _trains(fails: Callable[[int], bool], carry_on: Callable[[], object] = int) -> tuple[list[str], list[float]]:
@@ -115,7 +108,7 @@ def _trains(fails: Callable[[int], bool], carry_on: Callable[[], object] = int) 
             raise BrokenError("bad batch")
         return (w * x).square().sum()
 
-    train = ltx.train_step(ltx.data_parallel(loss), ltx.optim.from_torch(torch.optim.SGD, lr=0.01))
+    train = ltx.train_step(ltx.data_parallel(loss), SGD)
     state, raised = train.init(torch.ones(3)), []
     for step in range(6):
         broken[0] = fails(step)
@@ -128,7 +121,7 @@ def _trains(fails: Callable[[int], bool], carry_on: Callable[[], object] = int) 
     return raised, state.params.tolist()
 
 
-@pytest.mark.parametrize("sockets", [False, True], ids=["shared memory", "sockets"])
+@ON_BOTH
 def test_what_all_ranks_raise_before_anything_was_sent_changes_nothing(sockets: bool, on_new_axis: OnNewAxis) -> None:
     def run() -> tuple[bool, list[str], list[float], list[float]]:
         axis = comm.resolve("data")
@@ -158,7 +151,7 @@ def test_who_has_left_a_step_with_all_others_waits_for_them(on_new_axis: OnNewAx
         assert (raised, waits) == (["BrokenError: bad batch"], True)
 
 
-@pytest.mark.parametrize("sockets", [False, True], ids=["shared memory", "sockets"])
+@ON_BOTH
 def test_a_rank_that_raises_alone_and_goes_on_ends_the_world(sockets: bool, on_new_axis: OnNewAxis) -> None:
     """All ranks raise; a new world trains to the values of an undisturbed run."""
 
@@ -200,15 +193,12 @@ class LeavesOut(ltx.Strategy):
         return super().update(update, states, info, pending)
 
 
-@pytest.mark.parametrize("sockets", [False, True], ids=["shared memory", "sockets"])
+@ON_BOTH
 def test_a_step_that_all_ranks_leave_out_by_a_decision_changes_nothing(sockets: bool, on_new_axis: OnNewAxis) -> None:
     def run() -> tuple[bool, list[float], list[float]]:
         axis, found = comm.resolve("data"), []
         for strategy in (LeavesOut(left=[]), LeavesOut(left=[2])):
-            train = ltx.train_step(
-                ltx.data_parallel(lambda w, x: (w * x).square().sum(), strategy),
-                ltx.optim.from_torch(torch.optim.SGD, lr=0.01),
-            )
+            train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).square().sum(), strategy), SGD)
             state = train.init(torch.ones(3))
             while state.step < 4:
                 with suppress(StepLeftOutError):
@@ -222,7 +212,7 @@ def test_a_step_that_all_ranks_leave_out_by_a_decision_changes_nothing(sockets: 
         assert left_out == undisturbed
 
 
-@pytest.mark.parametrize("sockets", [False, True], ids=["shared memory", "sockets"])
+@ON_BOTH
 def test_no_new_world_begins_without_a_rank_that_is_gone(sockets: bool, started: Started) -> None:
     """It is said at once, not after the time that ranks have to meet."""
 
@@ -230,9 +220,8 @@ def test_no_new_world_begins_without_a_rank_that_is_gone(sockets: bool, started:
         _gradient()
         if ltx.world().rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        tell(_said(_gradient))
-        tell(_said(ltx.init))
-        return ""
+        tell(raised_by(_gradient))
+        return raised_by(ltx.init)
 
     world = started(2, body, sockets=sockets)
     assert world.told(0).startswith("PeerLostError")

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ltx.core.comm import StoreExchange, store_exchange
 from ltx.core.comm.store_exchange import poll_until
 from ltx.errors import CollectiveTimeoutError, PeerLostError
+from tests.train_on import refuses, said
 
 SIZE = 3
 
@@ -21,11 +22,6 @@ SIZE = 3
 def exchanges(lost: Callable[[], list[int]] = list, timeout_s: float = 20.0) -> list[StoreExchange]:
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
     return [StoreExchange(store, rank, SIZE, timeout_s, lost) for rank in range(SIZE)]
-
-
-def on_all(function: Callable[[StoreExchange], Any], ranks: list[StoreExchange]) -> list[Any]:
-    with ThreadPoolExecutor(len(ranks)) as threads:
-        return list(threads.map(function, ranks))
 
 
 def test_what_is_announced_is_there_until_it_is_forgotten() -> None:
@@ -50,17 +46,16 @@ def test_who_doesnt_come_is_named_with_the_fix() -> None:
     first, _, third = exchanges(timeout_s=0.1)
     third.announce("here", None)
     first.announce("here", None)
-    with pytest.raises(CollectiveTimeoutError) as raised:
-        first.collect("here", "psum on axis 'data'", to="compare it", fix=" Call it everywhere.")
-    assert str(raised.value) == (
+    asked = {"to": "compare it", "fix": " Call it everywhere."}
+    assert said(CollectiveTimeoutError, first.collect, "here", "psum on axis 'data'", **asked) == (
         "rank 0: psum on axis 'data': ranks [1] didn't come to compare it within 0.1 s. Call it everywhere."
     )
 
 
 def test_a_peer_that_is_gone_isnt_waited_for() -> None:
     first, *_ = exchanges(lost=lambda: [2])
-    with pytest.raises(PeerLostError, match=r"^rank 0: saving failed: the process of rank 2 is gone, or shows no sign"):
-        first.exchange("here", None, "saving")
+    text = "^rank 0: saving failed: the process of rank 2 is gone, or shows no sign"
+    refuses(PeerLostError, text, first.exchange, "here", None, "saving")
 
 
 def test_a_peer_that_came_and_went_has_come() -> None:
@@ -113,8 +108,7 @@ def test_what_a_look_raises_ends_the_wait(clock: Clock) -> None:
     def look() -> None:
         raise PeerLostError("rank 1 is gone")
 
-    with pytest.raises(PeerLostError, match="rank 1 is gone"):
-        poll_until(lambda: False, 60.0, look)
+    refuses(PeerLostError, "rank 1 is gone", poll_until, lambda: False, 60.0, look)
     assert clock.now < 0.1
 
 
@@ -135,5 +129,7 @@ def test_a_transport_with_work_is_advanced_without_a_pause(clock: Clock, monkeyp
 def test_a_store_that_is_shared_by_processes() -> None:
     store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))  # type: ignore[attr-defined]
     ranks = [StoreExchange(store.clone(), rank, SIZE, 20.0, list) for rank in range(SIZE)]
-    for place in ("a", "b"):
-        assert on_all(lambda ranks: ranks.exchange(place, ranks.rank, "psum"), ranks) == [[0, 1, 2]] * SIZE  # noqa: B023
+    with ThreadPoolExecutor(SIZE) as threads:
+        for place in ("a", "b"):
+            found = [threads.submit(rank.exchange, place, rank.rank, "psum") for rank in ranks]
+            assert [each.result() for each in found] == [[0, 1, 2]] * SIZE

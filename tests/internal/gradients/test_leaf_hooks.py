@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from ltx import hooks
 from ltx.core.gradients import marker
 from ltx.core.ranks.axis import axes_in_scope
 from ltx.errors import UnsupportedError
+from tests import train_on
 from tests.kinds import Ranks
 
 Overlap = Literal["backward", "update"]
@@ -45,14 +46,12 @@ def before_2_13(hidden: bool = True) -> Iterator[None]:
 
 
 def trained(hidden: bool, strategy: ltx.Strategy, overlap: Overlap, fn: Any = loss) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(int(ltx.axis_index()))
+    batches = [torch.randn(4, SIDE, generator=draw) for _ in range(3)]
     with before_2_13(hidden):
-        train = ltx.train_step(
-            ltx.data_parallel(fn, strategy), ltx.optim.from_torch(torch.optim.AdamW, lr=0.01), overlap=overlap
-        )
-        state, draw = train.init(drawn()), torch.Generator().manual_seed(int(ltx.axis_index()))
-        for _ in range(3):
-            state, _ = train(state, torch.randn(4, SIDE, generator=draw))
-        return [x.clone() for x in state.params.values()]
+        adamw = ltx.optim.from_torch(torch.optim.AdamW, lr=0.01)
+        params = train_on.trained(fn, adamw, drawn(), batches, strategy, overlap=overlap).params
+        return [x.clone() for x in params.values()]
 
 
 @pytest.mark.covering(1)
@@ -65,39 +64,34 @@ def test_the_same_bits(hook: hooks.CommHook, overlap: Overlap, ranks: Ranks) -> 
         torch.testing.assert_close(mine, other, rtol=0, atol=0)
 
 
+def watched(seen: list[int]) -> Callable[[dict[str, Tensor], Tensor], Tensor]:
+    """A loss that notes how many buckets have begun, in its forward pass and behind the first layer in its backward."""
+    axis_comm: Any = axes_in_scope()[0].comm
+
+    def note(_: Tensor | None = None) -> None:
+        seen.append(axis_comm.bucket_channel(0).begun)
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        hidden = torch.tanh(x @ params["a"])
+        note()
+        hidden.register_hook(note)
+        return torch.tanh(torch.tanh(hidden @ params["b"]) @ params["c"]).square().mean()
+
+    return loss
+
+
 def test_buckets_go_out_during_the_backward_pass(ranks: Ranks) -> None:
-    def run() -> list[int]:
-        issued: list[int] = []
-        axis_comm: Any = axes_in_scope()[0].comm
-
-        def watched(params: dict[str, Tensor], x: Tensor) -> Tensor:
-            hidden = torch.tanh(x @ params["a"])
-            hidden.register_hook(lambda _: issued.append(axis_comm.bucket_channel(0).begun))
-            return torch.tanh(torch.tanh(hidden @ params["b"]) @ params["c"]).square().mean()
-
-        trained(True, STRATEGY, "backward", watched)
-        return issued
-
-    for first, second, _ in ranks(2).run(run):
-        # Four buckets a step, of which two are there: those of "c" and "b".
-        assert second - first == 4
-
-    def alone() -> tuple[int, int]:
-        axis_comm: Any = axes_in_scope()[0].comm
-        seen: list[int] = []
-
-        def watched(params: dict[str, Tensor], x: Tensor) -> Tensor:
-            hidden = torch.tanh(x @ params["a"])
-            seen.append(axis_comm.bucket_channel(0).begun)
-            hidden.register_hook(lambda _: seen.append(axis_comm.bucket_channel(0).begun))
-            return torch.tanh(torch.tanh(hidden @ params["b"]) @ params["c"]).square().mean()
-
+    def run() -> tuple[list[int], list[int]]:
+        issued, alone = list[int](), list[int]()
+        trained(True, STRATEGY, "backward", watched(issued))
         params = {name: x for name, x in drawn().items() if name != "unused"}
         with before_2_13():
-            ltx.grad(ltx.data_parallel(watched, STRATEGY))(params, torch.ones(4, SIDE))
-        return seen[0], seen[1]
+            ltx.grad(ltx.data_parallel(watched(alone), STRATEGY))(params, torch.ones(4, SIDE))
+        return issued[1::2], alone
 
-    for before, during in ranks(2).run(alone):
+    for (first, second, _), (before, during) in ranks(2).run(run):
+        # Four buckets a step, of which two are there: those of "c" and "b".
+        assert second - first == 4
         assert during - before == 2, "the buckets of the two layers behind"
 
 
@@ -147,11 +141,8 @@ def test_a_gradient_that_comes_twice(ranks: Ranks) -> None:
 
         with before_2_13():
             step = ltx.data_parallel(lambda p, x: Twice.apply(x, p["a"]).square().mean(), STRATEGY)
-            try:
-                ltx.grad(step)({"a": torch.ones(SIDE, SIDE)}, torch.ones(4, SIDE))
-            except UnsupportedError as error:
-                return str(error)
-        return "nothing"
+            given = {"a": torch.ones(SIDE, SIDE)}, torch.ones(4, SIDE)
+            return train_on.said(UnsupportedError, ltx.grad(step), *given)
 
     for told in ranks(2).run(run):
         assert "a gradient came twice in one backward pass" in told

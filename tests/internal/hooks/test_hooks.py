@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,29 +15,21 @@ from ltx.strategies.horovod import Scaled
 from ltx.strategies.nodes import ByNode
 from ltx.strategies.qadam import MeanMomentum
 from tests.kinds import Ranks
-from tests.train_on import mine
+from tests.train_on import mine, refuses
 
-HOOKS = {"allreduce": hooks.AllReduce(), "fp16": hooks.FP16(), "bf16": hooks.BF16()}
-SHORT = {"allreduce": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+#: The dtype in which each of the stateless hooks sends what is wider.
+HOOKS = {"allreduce": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 OUTER = [Scaled(hooks.FP16()), ByNode(2, hooks.FP16()), ByNode(2, hooks.FP16(), (2,)), MeanMomentum(0.9)]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
 def slow_twin(name: str, grads: Tensor) -> Tensor:
     """The mean over dim 0: each share is rounded, then they are summed as they are."""
-    wide = grads.dtype in (torch.float32, torch.float64)
-    dtype = SHORT[name] if wide and SHORT[name] else grads.dtype
-    total = (grads[0] / len(grads)).to(dtype)
-    for grad in grads[1:]:
-        total = total + (grad / len(grads)).to(dtype)
-    return total.to(grads.dtype)
+    dtype = HOOKS[name] if HOOKS[name] and grads.dtype.itemsize > 2 else grads.dtype
+    return reduce(torch.add, [(grad / len(grads)).to(dtype) for grad in grads]).to(grads.dtype)
 
 
-def gradients(dtype: torch.dtype, ranks: int) -> Tensor:
-    return (100 * torch.randn(ranks, 5, 7)).to(dtype)
-
-
-def reduce(name: str, grad: Tensor) -> Tensor:
+def synced(name: str, grad: Tensor) -> Tensor:
     return ltx.sync_gradients([grad], ltx.DDPStrategy(comm_hook=name))[0][0]
 
 
@@ -43,14 +37,14 @@ def reduce(name: str, grad: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", HOOKS)
 def test_mean(name: str, dtype: torch.dtype, ranks: Ranks, seed: int) -> None:
-    grads = gradients(dtype, 2)
+    grads = (100 * torch.randn(2, 5, 7)).to(dtype)
     expected = slow_twin(name, grads)
-    real = ranks(2).run(lambda: reduce(name, grads[ltx.world().rank])).replicated()
-    simulated = ltx.vmap(lambda g: reduce(name, g))(grads)
+    real = ranks(2).run(lambda: synced(name, grads[ltx.world().rank])).replicated()
+    simulated = ltx.vmap(lambda g: synced(name, g))(grads)
     for got in (real, *simulated):
         assert got.dtype == dtype
         assert torch.equal(got, expected)
-    assert torch.equal(reduce(name, grads[0]), slow_twin(name, grads[:1]))
+    assert torch.equal(synced(name, grads[0]), slow_twin(name, grads[:1]))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -58,13 +52,13 @@ def test_mean(name: str, dtype: torch.dtype, ranks: Ranks, seed: int) -> None:
 def test_what_isnt_finite_reaches_every_rank_as_such(name: str, value: float, ranks: Ranks) -> None:
     xs = torch.ones(2, 4)
     xs[1, 2] = value
-    found = ranks(2).run(lambda: reduce(name, mine(xs))).replicated()
+    found = ranks(2).run(lambda: synced(name, mine(xs))).replicated()
     torch.testing.assert_close(found, xs[1], rtol=0, atol=0, equal_nan=True)
 
 
 def test_fp16_divides_before_it_rounds_and_overflows_alike(ranks: Ranks) -> None:
     xs = torch.tensor([[60000.0, 200000.0], [60000.0, 0.0]])
-    assert ranks(2).run(lambda: reduce("fp16", mine(xs))).replicated().tolist() == [60000.0, float("inf")]
+    assert ranks(2).run(lambda: synced("fp16", mine(xs))).replicated().tolist() == [60000.0, float("inf")]
 
 
 def test_gradients_of_gradients_are_exact(ranks: Ranks, seed: int) -> None:
@@ -82,8 +76,7 @@ def test_gradients_of_gradients_are_exact(ranks: Ranks, seed: int) -> None:
 def test_hooks_without_sums_have_none_to_hand_on() -> None:
     for hook in (hooks.Noop(), hooks.from_torch(lambda state, bucket: None)):
         assert not hook.sums
-        with pytest.raises(StrategyError, match="needs a request for sums"):
-            hooks.chain(hook, hooks.ByteGrad())
+        refuses(StrategyError, "needs a request for sums", hooks.chain, hook, hooks.ByteGrad())
     assert hooks.cast(hooks.Noop(), torch.bfloat16) == hooks.Noop()
 
 
@@ -93,12 +86,10 @@ def test_what_is_no_mean_has_no_derivative_and_no_sparse_form(seed: int) -> None
     step = ltx.data_parallel(lambda w, x: (w**3).sum() * x, strategy)
     gradients = ltx.vmap(torch.func.grad(step), in_dims=(None, 0))(w, x)
     torch.testing.assert_close(gradients, 3 * w**2 * x[:, None])
-    with pytest.raises(
-        UnsupportedError, match=r"a mean of gradients, which Noop\(\) doesn't offer: .*block_backward_sync"
-    ):
-        ltx.vmap(torch.func.hessian(step), in_dims=(None, 0))(w, x)
-    with pytest.raises(UnsupportedError, match=r"needs a mean of gradients, which Noop\(\) doesn't"):
-        ltx.sync_gradients({"table": torch.eye(3).to_sparse()}, strategy)
+    text = r"a mean of gradients, which Noop\(\) doesn't offer: .*block_backward_sync"
+    refuses(UnsupportedError, text, ltx.vmap(torch.func.hessian(step), in_dims=(None, 0)), w, x)
+    text = r"needs a mean of gradients, which Noop\(\) doesn't"
+    refuses(UnsupportedError, text, ltx.sync_gradients, {"table": torch.eye(3).to_sparse()}, strategy)
 
 
 @pytest.mark.parametrize("outer", OUTER, ids=repr)

@@ -23,6 +23,8 @@ def says(beat: float = 1.0, silent: dict[int, tuple[float, str]] | None = None, 
     return Record(beat, 0, silent or {}, {AXIS: Status(**status)})  # type: ignore[arg-type]
 
 
+FINDS_9_SILENT = says(silent={9: (3.0, kernel.UNKNOWN)})
+IN_ORDER = "rank 1: on axis 'data', rank 2 has ended its part of the world in good order"
 #: What is said by ranks of the world; the error's type and words of it, None if there is none.
 TABLE: dict[str, tuple[dict[int, Record], type[Exception] | None, str]] = {
     "nobody has said anything": ({}, None, ""),
@@ -52,30 +54,22 @@ TABLE: dict[str, tuple[dict[int, Record], type[Exception] | None, str]] = {
         PeerLostError,
         "rank 0 has left",
     ),
-    "another axis": (
-        {4: Record(1.0, 0, {}, {"ltx/data/2": Status(raised=RAISED, failed=Failed("x", False))})},
-        None,
-        "",
-    ),
+    "another axis": ({4: Record(1.0, axes={"ltx/data/2": Status(raised=RAISED, failed=FAILED)})}, None, ""),
     "a peer finds another silent": (
-        {4: says(silent={9: (3.0, kernel.UNKNOWN)}), 9: says(3.0)},
+        {4: FINDS_9_SILENT, 9: says(3.0)},
         PeerLostError,
         "rank 1: rank 2 on axis 'data' has shown no sign of life for 10 s: its process has been stopped",
     ),
-    "which has shown a beat since": ({4: says(silent={9: (3.0, kernel.UNKNOWN)}), 9: says(4.0)}, None, ""),
+    "which has shown a beat since": ({4: FINDS_9_SILENT, 9: says(4.0)}, None, ""),
     "one that isn't of the axis": ({4: says(silent={5: (3.0, kernel.UNKNOWN)}), 5: says(3.0)}, None, ""),
     "this rank was silent": ({4: says(silent={6: (3.0, kernel.UNKNOWN)}), 6: says(3.0)}, None, ""),
     "a silent one has ended in order": (
-        {4: says(silent={9: (3.0, kernel.UNKNOWN)}), 9: says(3.0, ended=True, issued={"user": 9})},
+        {4: FINDS_9_SILENT, 9: says(3.0, ended=True, issued={"user": 9})},
         PeerLostError,
-        "rank 1: on axis 'data', rank 2 has ended its part of the world in good order",
+        IN_ORDER,
     ),
     "a peer has ended that issued it": ({9: says(0.0, ended=True, issued={"user": 7})}, None, ""),
-    "a peer has ended that didn't": (
-        {9: says(0.0, ended=True, issued={"user": 6})},
-        PeerLostError,
-        "rank 1: on axis 'data', rank 2 has ended its part of the world in good order",
-    ),
+    "a peer has ended that didn't": ({9: says(0.0, ended=True, issued={"user": 6})}, PeerLostError, IN_ORDER),
     "a peer's world has ended, where it never had this axis": (
         {9: Record(0.0, axes={INIT: Status(ended=True), "ltx/data/2": Status(failed=Failed("KeyError: 3", False))})},
         DeadlockDetectedError,
@@ -126,14 +120,11 @@ def test_a_record_survives_the_store() -> None:
     wait = ThreadWait(7, 3, "ltx/data/1/user", 9, [4, 6], "psum (x.py:3)")
     told = Told([wait], {"ltx/data/1/user": (8, [7, 8])}, ([(4, 7, 3)], "text"))
     full = Status("exchanges/item/3", RAISED, Failed("KeyError: 3", True), True, {"user": 7})
-    for record in (
-        Record(),
-        Record(2.5, 11, {9: (3.25, kernel.GONE)}, {AXIS: full, "other": Status()}, told, ["here", "1"]),
-    ):
+    whole = Record(2.5, 11, {9: (3.25, kernel.GONE)}, {AXIS: full, "other": Status()}, told, ["here", "1"])
+    for record in (Record(), whole):
         assert Record.of(record.text()) == record
 
 
 def test_silent_is_who_shows_no_beat_since_it_was_found_so() -> None:
-    assert silent_of(
-        {0: Record(1.0, 0, {1: (5.0, kernel.GONE), 2: (6.0, kernel.GONE)}), 1: Record(5.0), 2: Record(6.5)}
-    ) == {1: "its process is gone"}
+    finder = Record(1.0, 0, {1: (5.0, kernel.GONE), 2: (6.0, kernel.GONE)})
+    assert silent_of({0: finder, 1: Record(5.0), 2: Record(6.5)}) == {1: "its process is gone"}

@@ -16,10 +16,11 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 import ltx
-from ltx.errors import AxisError, CollectiveTimeoutError, LtxError, PeerLostError, RankMismatchError
+from ltx.errors import AxisError, CollectiveTimeoutError, PeerLostError, RankMismatchError
 from ltx.peers.watcher import hold_watcher
 from tests.forks import SILENT_S
 from tests.kinds import Ranks, Started, Tell
+from tests.train_on import raised_by, refuses, said
 
 OPENINGS: dict[str, Callable[[], Callable[[], Any]]] = {
     "ranks": lambda: lambda: ltx.axis_from_group([1, 0], "both"),
@@ -36,9 +37,7 @@ def test_one_rank_opens_what_its_peer_does_not(opening: str, known: bool, starte
         if known:
             ltx.psum(torch.ones(2))
         tell("goes on")
-        with pytest.raises(RankMismatchError) as raised:
-            open_it() if first else ltx.psum(torch.ones(2))
-        tell(str(raised.value))
+        tell(said(RankMismatchError, open_it if first else lambda: ltx.psum(torch.ones(2))))
         open_it()
         return "opened"
 
@@ -58,10 +57,8 @@ def test_a_peer_that_dies(started: Started) -> None:
         if not ltx.world().is_global_zero:
             tell("ends")
             time.sleep(60)
-        with pytest.raises(
-            PeerLostError, match=r"on axis 'both', the process of rank 1 is gone.*waited for opening axis 'both'\."
-        ):
-            ltx.axis_from_group([0, 1], "both")
+        text = r"on axis 'both', the process of rank 1 is gone.*waited for opening axis 'both'\."
+        refuses(PeerLostError, text, ltx.axis_from_group, [0, 1], "both")
         tell("found")
         os._exit(0)  # to end in order would be to wait for the peer
 
@@ -73,31 +70,23 @@ def test_a_peer_that_dies(started: Started) -> None:
 
 @pytest.mark.full(but=2)
 @pytest.mark.parametrize(
-    ("how", "text"),
+    ("raises", "text"),
     [
-        (
-            "returns",
-            "PeerLostError: rank 0: opening axis 'both' failed: rank 1 has ended its part of the world in good",
-        ),
-        (
-            "raises",
-            "DeadlockDetectedError: rank 0: rank 1 has left axis 'both' because of an exception (ValueError: x)",
-        ),
+        (False, "PeerLostError: rank 0: opening axis 'both' failed: rank 1 has ended its part of the world in good"),
+        (True, "DeadlockDetectedError: rank 0: rank 1 has left axis 'both' because of an exception (ValueError: x)"),
     ],
+    ids=["returns", "raises"],
 )
-def test_a_peer_whose_world_has_ended(how: str, text: str, started: Started) -> None:
+def test_a_peer_whose_world_has_ended(raises: bool, text: str, started: Started) -> None:
     """Though its process may live on."""
 
     def body(tell: Tell) -> None:
-        if not ltx.world().is_global_zero:
-            for _ in range(20):  # of which its record doesn't tell any more
-                ltx.axis_from_group([1]).comm.close()
-            if how == "raises":
-                raise ValueError("x")
-            return
-        with pytest.raises(LtxError) as raised:
-            ltx.axis_from_group([0, 1], "both")
-        tell(f"{type(raised.value).__name__}: {raised.value}")
+        if ltx.world().is_global_zero:
+            return tell(raised_by(ltx.axis_from_group, [0, 1], "both"))
+        for _ in range(20):  # of which its record doesn't tell any more
+            ltx.axis_from_group([1]).comm.close()
+        if raises:
+            raise ValueError("x")
 
     world = started(2, body)
     assert world.told(0).startswith(text)
@@ -130,8 +119,7 @@ def interrupted() -> None:
 
 def timed_out() -> None:
     text = r"rank 0: opening axis 'ranks \[0, 1\], 1': ranks \[1\] didn't come to open it too within 6 s\. All of its "
-    with pytest.raises(CollectiveTimeoutError, match=text):
-        ltx.axis_from_group([0, 1])
+    refuses(CollectiveTimeoutError, text, ltx.axis_from_group, [0, 1])
 
 
 @pytest.mark.parametrize("give_up", [interrupted, timed_out])
@@ -142,8 +130,7 @@ def test_a_rank_that_has_given_up_leaves_nothing_and_tries_again(give_up: Callab
         if first:
             give_up()
             assert heartbeat_users() == users
-            with pytest.raises(AxisError, match="no axis called"):
-                ltx.psum(torch.ones(1), "ranks [0, 1], 1")
+            refuses(AxisError, "no axis called", ltx.psum, torch.ones(1), "ranks [0, 1], 1")
             store.set("has given up", "")
         store.wait(["has given up"], timedelta(seconds=60))
         with ltx.axis_from_group([0, 1]) as both:

@@ -24,39 +24,46 @@ from ltx.checkpoint.together import Together
 from ltx.core.base import kernel
 from ltx.core.comm.channel import Work
 from ltx.core.comm.registry import resolve
-from ltx.errors import LtxError
 from ltx.peers import watcher as module
 from ltx.peers.diagnosis import Record, Status
 from ltx.peers.watcher import Watcher, hold_watcher, release_watcher
 from tests.forks import SILENT_S, Ranks, hold_store, settles
-from tests.kinds import Started
+from tests.kinds import Started, Tell
 from tests.programs import begun, end, of_torchrun
+from tests.train_on import raised_by
 
 SIZE = 3
-Body = Callable[[int, Callable[[str], None]], None]
+Body = Callable[[int, Tell], None]
 
 
-def _sum(tell: Callable[[str], None]) -> None:
-    began = time.monotonic()
-    try:
-        ltx.psum(torch.ones(3))
-        tell("completed")
-    except LtxError as error:
-        tell(f"{type(error).__name__} after {time.monotonic() - began:.1f} s: {error}")
+def _sum(n: int = 3) -> float:
+    return float(ltx.psum(torch.ones(n))[0])
 
 
-def up(started: Started, body: Body, held_by: str = "rank 0", **kwargs: Any) -> Ranks:
+def _state() -> Any:
+    train = ltx.train_step(ltx.data_parallel(torch.sum), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+    return train.init(torch.ones(3))
+
+
+def up(started: Started, body: Body, size: int = SIZE, stays: bool = False, **kwargs: Any) -> Ranks:
     """Ranks that do `body` once all of them have met."""
 
-    def goes_on(tell: Callable[[Any], None]) -> None:
-        ltx.psum(torch.ones(3))
+    def goes_on(tell: Tell) -> None:
+        _sum()
         tell("up")
         body(ltx.world().rank, tell)
-        time.sleep(60)  # the others are to find their errors by themselves, not by this one's end
+        if stays:
+            time.sleep(60)  # the others are to find their errors by themselves, not by this one's end
 
-    world: Ranks = started(SIZE, goes_on, held_by, heartbeat_s=SILENT_S, **kwargs)
-    assert [world.told(rank) for rank in range(SIZE)] == ["up"] * SIZE
+    world: Ranks = started(size, goes_on, **{"heartbeat_s": SILENT_S, **kwargs})
+    assert [world.told(rank) for rank in range(size)] == ["up"] * size
     return world
+
+
+def without_store(world: Ranks) -> None:
+    """The process that holds it dies."""
+    world.holder.kill()
+    world.holder.join()
 
 
 def test_who_is_only_late_is_not_taken_for_gone() -> None:
@@ -81,17 +88,15 @@ def test_who_is_only_late_is_not_taken_for_gone() -> None:
 @pytest.mark.parametrize("sockets", [False, True])
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_process_that_is_stopped(stopped: int, sockets: bool, started: Started) -> None:
-    def body(rank: int, tell: Callable[[str], None]) -> None:
+    def body(rank: int, tell: Tell) -> None:
         if rank == stopped:
             os.kill(os.getpid(), signal.SIGSTOP)
-        _sum(tell)
+        tell(raised_by(_sum))
 
-    world = up(started, body, sockets=sockets)
+    world = up(started, body, stays=True, held_by="rank 0", sockets=sockets)
     others = [rank for rank in range(SIZE) if rank != stopped]
-    told = {rank: world.told(rank) for rank in others}
-    for rank, text in told.items():
-        assert text.startswith("PeerLostError after "), text
-        assert f"rank {rank}: " in text
+    for rank, text in [(rank, world.told(rank)) for rank in others]:
+        assert text.startswith(f"PeerLostError: rank {rank}: "), text
         if stopped == 0:  # it holds the store
             assert f"the store through which the ranks meet hasn't answered for {SILENT_S:g} s" in text
             assert "rank 0's" in text
@@ -152,16 +157,13 @@ def test_who_waited_for_a_stopped_peer_can_end() -> None:
 def test_a_rank_that_came_is_not_named_though_it_is_behind(started: Started) -> None:
     """What counts is the collective that is waited for, not the last one that this rank has issued."""
 
-    def body(rank: int, tell: Callable[[str], None]) -> None:
+    def body(rank: int, tell: Tell) -> None:
         user: Any = resolve(None).comm.user  # type: ignore[union-attr]
         issued = [user.issue("psum", torch.ones(3), "psum") for _ in range((6, 4, 1)[rank])]
         if rank == 0:
-            try:
-                issued[2].wait()
-            except LtxError as error:
-                tell(f"{type(error).__name__}: {error}")
+            tell(raised_by(issued[2].wait))
 
-    text = up(started, body, timeout_s=6).told(0)
+    text = up(started, body, stays=True, held_by="rank 0", timeout_s=6).told(0)
     assert text.startswith("CollectiveTimeoutError: rank 0: psum (issue 4) on axis 'data'"), text
     assert "within 6 s: rank 2 is at issue 2 and never came to it. Every rank must call" in text
 
@@ -171,29 +173,21 @@ def test_steps_go_on_without_the_store(started: Started, tmp_path: Path) -> None
     """It was another process', such as a launcher's. Only what is new can't be compared any more."""
     dead = get_context("fork").Event()
 
-    def body(rank: int, tell: Callable[[str], None]) -> None:
-        state = ltx.train_step(ltx.data_parallel(torch.sum), ltx.optim.from_torch(torch.optim.SGD, lr=0.1)).init(
-            torch.ones(3)
-        )
+    def body(rank: int, tell: Tell) -> None:
+        state = _state()
         tell("ready")
-        while not dead.is_set():
-            time.sleep(0.01)
+        assert dead.wait(60)
         if rank == 1:
             time.sleep(1.5)  # the others wait, and look around meanwhile
-        _sum(tell)
-        for new in (lambda: ltx.psum(torch.ones(4)), lambda: ltx.checkpoint.save(tmp_path, state)):
-            try:
-                new()
-                tell("compared")
-            except LtxError as error:
-                tell(f"{type(error).__name__}: {error}")
+        tell(_sum())
+        for new in (lambda: _sum(4), lambda: ltx.checkpoint.save(tmp_path, state)):
+            tell(raised_by(new))
 
-    world = up(started, body, held_by="launcher", sockets=True)
+    world = up(started, body, stays=True, sockets=True)
     assert [world.told(rank) for rank in range(SIZE)] == ["ready"] * SIZE
-    world.holder.kill()
-    world.holder.join()
+    without_store(world)
     dead.set()
-    assert [world.told(rank) for rank in range(SIZE)] == ["completed"] * SIZE
+    assert [world.told(rank) for rank in range(SIZE)] == [SIZE] * SIZE
     for rank in [*range(SIZE)] * 2:
         text = world.told(rank)
         assert text.startswith(f"StoreGoneError: rank {rank}: the store through which the ranks meet is gone"), text
@@ -202,7 +196,7 @@ def test_steps_go_on_without_the_store(started: Started, tmp_path: Path) -> None
 
 @pytest.mark.full
 def test_waiting_costs_the_store_as_much_however_many_ranks_there_are(started: Started) -> None:
-    def body(tell: Callable[[Any], None]) -> None:
+    def body(tell: Tell) -> None:
         asked: list[str] = []
 
         def counted(method: Any) -> Any:
@@ -210,13 +204,13 @@ def test_waiting_costs_the_store_as_much_however_many_ranks_there_are(started: S
 
         for name in ("set", "get", "multi_get", "check", "add", "append", "compare_set", "delete_key"):
             setattr(PrefixStore, name, counted(getattr(PrefixStore, name)))
-        ltx.psum(torch.ones(3))
+        _sum()
         ltx.barrier()
         asked.clear()
         if ltx.world().is_global_zero:
             time.sleep(3.0)
         began = time.monotonic()
-        ltx.psum(torch.ones(3))
+        _sum()
         tell((len(asked), time.monotonic() - began))
         time.sleep(1.0)  # so that nobody's end is part of what another one sees
 
@@ -265,15 +259,12 @@ def test_a_world_opens_three_connections_a_rank_before_it_expects_answers(slow_s
         time.sleep(slow_s * late.random() * (1 + os.getpid() % 3))
         return clone(store)
 
-    def body(tell: Callable[[Any], None]) -> float:
-        return float(ltx.psum(torch.ones(())))
-
     holder, port = hold_store()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PrefixStore, "clone", clones)
         door = Door(port, slow_s)
         through = {"MASTER_PORT": str(door.port)}
-        world = Ranks(SIZE, body, heartbeat_s=heartbeat_s, environment=through)
+        world = Ranks(SIZE, lambda tell: _sum(), heartbeat_s=heartbeat_s, environment=through)
     try:
         assert [world.told(rank) for rank in range(SIZE)] == [SIZE] * SIZE
         assert door.count == 3 * SIZE
@@ -286,21 +277,17 @@ def test_a_world_opens_three_connections_a_rank_before_it_expects_answers(slow_s
 @pytest.mark.full
 @pytest.mark.parametrize("at", ["before", "exchange"])
 def test_rank_0_dies_with_the_store_while_ranks_save(at: str, tmp_path: Path, started: Started) -> None:
-    def body(tell: Callable[[Any], None]) -> str:
-        state = ltx.train_step(ltx.data_parallel(torch.sum), ltx.optim.from_torch(torch.optim.SGD, lr=0.1)).init(
-            torch.ones(3)
-        )
+    def body(rank: int, tell: Tell) -> None:
+        state = _state()
         ltx.checkpoint.save(tmp_path, state)
         tell("saved")
-        if ltx.world().rank == 0:
-            if at == "exchange":
-                Together.exchange = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
-            else:
-                os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 0 and at == "exchange":
+            Together.exchange = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        elif rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
         ltx.checkpoint.save(tmp_path, state)
-        return "saved"
 
-    world = started(SIZE, body, held_by="rank 0", sockets=True, heartbeat_s=SILENT_S)
+    world = up(started, body, held_by="rank 0", sockets=True)
     assert [world.told(rank) for rank in range(SIZE)] == ["saved"] * SIZE
     for rank in (1, 2):
         said = world.told(rank)
@@ -316,18 +303,14 @@ def test_a_peer_that_goes_after_the_store(how: signal.Signals, error: str, start
     """A broken connection shows that it is gone; silence doesn't, so the wait ends by its timeout."""
     over = get_context("fork").Event()
 
-    def body(tell: Callable[[Any], None]) -> None:
-        ltx.psum(torch.ones(3))
-        tell("up")
+    def body(rank: int, tell: Tell) -> None:
         assert over.wait(60)
-        if ltx.world().rank == 1:
+        if rank == 1:
             os.kill(os.getpid(), how)
-        ltx.psum(torch.ones(3))
+        _sum()
 
-    world = started(3, body, sockets=True, heartbeat_s=SILENT_S, timeout_s=10.0)
-    assert [world.told(rank) for rank in range(3)] == ["up"] * 3
-    world.holder.kill()
-    world.holder.join()
+    world = up(started, body, sockets=True, timeout_s=10.0)
+    without_store(world)
     over.set()
     for rank in (0, 2):
         said = world.told(rank)
@@ -337,35 +320,28 @@ def test_a_peer_that_goes_after_the_store(how: signal.Signals, error: str, start
 def test_a_rank_that_waits_on_without_rank_0_and_its_store(started: Started) -> None:
     """gloo may not tell it of a connection that has ended while the process was stopped; nor the other's kernel."""
 
-    def body(tell: Callable[[Any], None]) -> None:
-        ltx.psum(torch.ones(3))
-        tell("up")
-        if ltx.world().rank == 0:
+    def body(rank: int, tell: Tell) -> None:
+        if rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         Work._block = lambda work, _, began: waits(work, began)  # type: ignore[method-assign]
         kernel.machine = lambda: None
-        ltx.psum(torch.ones(3))
+        _sum()
 
     def waits(work: Any, began: float) -> None:
         while True:
             time.sleep(0.05)
             work._channel.look_around(began, work.number, work._label)
 
-    world = started(2, body, held_by="rank 0", sockets=True, heartbeat_s=SILENT_S)
-    assert [world.told(rank) for rank in range(2)] == ["up"] * 2
-    said = world.told(1)
+    said = up(started, body, 2, held_by="rank 0", sockets=True).told(1)
     assert said.startswith("PeerLostError: rank 1: rank 0 on axis 'data' is gone, and with it the store"), said
 
 
 def test_rank_0_does_not_wait_for_the_dead_to_hear_why_it_leaves(started: Started) -> None:
-    def body(tell: Callable[[Any], None]) -> None:
+    def body(rank: int, tell: Tell) -> None:
         module._HEARD_S = 60.0
-        ltx.psum(torch.ones(3))
-        tell("up")
-        if ltx.world().rank == 1:
+        if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        ltx.psum(torch.ones(3))
+        _sum()
 
-    world = started(3, body, heartbeat_s=60.0)
-    assert [world.told(rank) for rank in range(3)] == ["up"] * 3
-    assert world.told(0).startswith("PeerLostError: rank 0: ")  # told once its world has ended
+    # It is told once its world has ended.
+    assert up(started, body, heartbeat_s=60.0).told(0).startswith("PeerLostError: rank 0: ")

@@ -20,6 +20,7 @@ from ltx.errors import InputError, UnsupportedError
 from ltx.profile import Trace
 from tests.kinds import Ranks
 from tests.needs import needs
+from tests.train_on import go_on, refuses
 
 
 @pytest.fixture
@@ -44,8 +45,7 @@ def recorded(overlap: Literal["backward", "update"] = "backward", steps: int = 1
     train = ltx.train_step(ltx.data_parallel(loss, strategy), optimizer, overlap=overlap)
     state = train.init({name: torch.ones(100) for name in "abc"})
     with ltx.profile.record() as trace:
-        for _ in range(steps):
-            state, _ = train(state)
+        go_on(train, state, [()] * steps)
     return trace
 
 
@@ -82,7 +82,7 @@ def test_spans_of_a_step_that_raises() -> None:
 
 @pytest.mark.full
 def test_spans_of_a_data_parallel_step_by_itself(ranks: Ranks) -> None:
-    def run() -> list[list[str]]:
+    def run() -> Iterator[list[str]]:
         step = ltx.data_parallel(loss)
         params = {"a": torch.ones(3)}
         calls: list[Callable[[], object]] = [
@@ -91,15 +91,13 @@ def test_spans_of_a_data_parallel_step_by_itself(ranks: Ranks) -> None:
             lambda: ltx.grad_and_value(step)(params),
             lambda: step({"a": torch.ones(3, requires_grad=True)}).backward(),
         ]
-        seen = []
         for call in calls:
             with ltx.profile.record() as trace:
                 call()
-            seen.append([span.name for span in trace.spans])
-        return seen
+            yield [span.name for span in trace.spans]
 
     both = ["forward", "backward"]
-    assert ranks(2).run(run).replicated() == [["forward"], both, both, ["forward"]]
+    assert ranks(2).run(lambda: list(run())).replicated() == [["forward"], both, both, ["forward"]]
 
 
 def test_nested_recordings_and_none() -> None:
@@ -150,12 +148,8 @@ def made_by_hand(rank: int = 0) -> Trace:
         Event("buckets 0", "psum", "bucket 2", 300, 1.75, 2.0),
         Event("user", "psum", "psum", 4, 2.5),
     ]
-    spans = [
-        Span("step", 1.0, 2.75),
-        Span("forward", 1.0, 1.25),
-        Span("backward", 1.25, 2.0),
-        Span("update", 2.25, 2.75),
-    ]
+    times = {"step": (1.0, 2.75), "forward": (1.0, 1.25), "backward": (1.25, 2.0), "update": (2.25, 2.75)}
+    spans = [Span(name, *between) for name, between in times.items()]
     return Trace(events, spans, rank=rank, epoch_s=100.0 + rank)
 
 
@@ -167,22 +161,21 @@ def test_a_file_for_perfetto(tmp_path: Path) -> None:
     assert list(tracks.values()) == ["compute", "buckets 0", "buckets 0 (2)", "user"] * 2
     assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["rank 0", "rank 1"]
     found = {
-        (e["pid"], tracks[e["pid"], e["tid"]], e["name"]): (e["ph"], e["ts"], e.get("dur")) for e in events if "ts" in e
+        (e["pid"], tracks[e["pid"], e["tid"]], e["name"]): (e["ph"], e["ts"] / 1e6 - e["pid"], e.get("dur"))
+        for e in events
+        if "ts" in e
     }
-    assert found == {
-        (rank, track, name): (kind, (rank + start) * 1e6, None if duration is None else duration * 1e6)
-        for rank in range(2)
-        for track, name, kind, start, duration in [
-            ("compute", "step", "X", 0.0, 1.75),
-            ("compute", "forward", "X", 0.0, 0.25),
-            ("compute", "backward", "X", 0.25, 0.75),
-            ("compute", "update", "X", 1.25, 0.5),
-            ("buckets 0", "bucket 0", "X", 0.25, 0.5),
-            ("buckets 0 (2)", "bucket 1", "X", 0.5, 0.75),
-            ("buckets 0", "bucket 2", "X", 0.75, 0.25),
-            ("user", "psum", "B", 1.5, None),
-        ]
+    drawn = {
+        ("compute", "step"): ("X", 0.0, 1.75e6),
+        ("compute", "forward"): ("X", 0.0, 0.25e6),
+        ("compute", "backward"): ("X", 0.25, 0.75e6),
+        ("compute", "update"): ("X", 1.25, 0.5e6),
+        ("buckets 0", "bucket 0"): ("X", 0.25, 0.5e6),
+        ("buckets 0 (2)", "bucket 1"): ("X", 0.5, 0.75e6),
+        ("buckets 0", "bucket 2"): ("X", 0.75, 0.25e6),
+        ("user", "psum"): ("B", 1.5, None),
     }
+    assert found == {(rank, *place): times for rank in range(2) for place, times in drawn.items()}
     second = next(e for e in events if e["name"] == "bucket 1")
     assert second["args"] == {"operation": "psum", "bytes": 200, "waited_ms": 250.0}
     assert second["cat"] == "bucket"
@@ -218,13 +211,8 @@ def test_a_picture(pyplot: Any) -> None:
     ax = trace.plot()
     assert [tick.get_text() for tick in ax.get_yticklabels()] == ["compute", "buckets 0", "user"]
     assert ax.get_title() == f"{trace.hidden:.0%} of the communication hidden" == "75% of the communication hidden"
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
-        "step",
-        "forward",
-        "backward",
-        "update",
-        "bucket",
-    ]
+    told = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert told == ["step", "forward", "backward", "update", "bucket"]
     boxes = [bars.get_paths()[0].get_extents() for bars in ax.collections]
     drawn = [(round(box.x0), round(box.x1), round((box.y0 + box.y1) / 2)) for box in boxes]
     assert drawn == [
@@ -261,7 +249,6 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_no_recording() -> None:
-    with pytest.raises(InputError, match=r"ltx\.profile\.timeline takes the recordings of one or more ranks, got none"):
-        ltx.profile.timeline([])
-    with pytest.raises(InputError, match="got int"):
-        ltx.profile.timeline([Trace(), 3])  # type: ignore[list-item]
+    for given, got in (([], "none"), ([Trace(), 3], "int")):
+        text = rf"ltx\.profile\.timeline takes the recordings of one or more ranks, got {got}"
+        refuses(InputError, text, ltx.profile.timeline, given)

@@ -55,28 +55,22 @@ def test_tensors(n: int, dtype: torch.dtype, through: Send, seed: int) -> None:
 
 @pytest.mark.parametrize("n", [SMALL, LARGE])
 def test_what_shares_memory_shares_it_afterwards_and_with_nobody_else(n: int, through: Send) -> None:
-    x = torch.zeros(n)
-    a = np.zeros(n)
-    back = through((x, x[1:], a))
-    back[0][1] = 5.0
-    back[2][0] = 7.0
-    assert back[1][0].item() == 5.0
-    assert x.sum().item() == 0.0
-    assert a.sum() == 0.0
+    x, a = torch.zeros(n), np.zeros(n)
+    whole, part, array = through((x, x[1:], a))
+    whole[1], array[0] = 5.0, 7.0
+    assert part[0].item() == 5.0
+    assert x.sum().item() == a.sum() == 0.0
 
 
 @pytest.mark.parametrize("n", [SMALL, LARGE])
 def test_kinds_of_tensors(n: int, through: Send) -> None:
-    parameter = torch.nn.Parameter(torch.ones(n))
-    sparse = torch.eye(3).to_sparse()
-    conj = torch.full((n,), 1 + 2j).conj()
-    back = through([parameter, sparse, conj, torch.empty(0, 3), np.zeros((0, 2)), torch.ones(2, device="meta")])
-    assert isinstance(back[0], torch.nn.Parameter)
-    assert torch.equal(back[1].to_dense(), torch.eye(3))
-    assert torch.equal(back[2], conj)
-    assert back[3].shape == (0, 3)
-    assert back[4].shape == (0, 2)
-    assert back[5].device.type == "meta"
+    turned = torch.full((n,), 1 + 2j).conj()
+    sent = [torch.nn.Parameter(torch.ones(n)), torch.eye(3).to_sparse(), turned, torch.empty(0, 3), np.zeros((0, 2))]
+    parameter, sparse, conj, empty, array, meta = through([*sent, torch.ones(2, device="meta")])
+    assert isinstance(parameter, torch.nn.Parameter)
+    assert torch.equal(sparse.to_dense(), torch.eye(3))
+    assert torch.equal(conj, turned)
+    assert (empty.shape, array.shape, meta.device.type) == ((0, 3), (0, 2), "meta")
 
 
 @pytest.mark.filterwarnings("ignore:Sparse .* tensor support")  # torch says so once a process, of whichever is first
@@ -101,26 +95,21 @@ def test_sparse_tensors_and_their_memory(layout: torch.layout, through: Send, se
 
 def test_a_message_goes_to_several_receivers(seed: int) -> None:
     x = torch.randn(LARGE)
-    message = pack(x)
-    pairs = [Pipe() for _ in range(3)]
+    message, pairs = pack(x), [Pipe() for _ in range(3)]
     for ours, _ in pairs:
         message.send(ours)
     message.close()
-    got = [receive(theirs)() for _, theirs in pairs]
-    got[0].zero_()
-    assert torch.equal(got[1], x)
-    assert torch.equal(got[2], x)
-    for ours, theirs in pairs:
-        ours.close()
-        theirs.close()
+    first, *others = [receive(theirs)() for _, theirs in pairs]
+    first.zero_()
+    assert all(torch.equal(other, x) for other in others)
+    for end in (end for pair in pairs for end in pair):
+        end.close()
 
 
 def test_several_objects_in_one(ends: tuple[Connection, Connection]) -> None:
-    x = torch.ones(LARGE)
-    pickler = Pickler()
-    pickler.dump("first")
-    pickler.dump(x)
-    pickler.dump([x])
+    x, pickler = torch.ones(LARGE), Pickler()
+    for value in ("first", x, [x]):
+        pickler.dump(value)
     message = pickler.message()
     message.send(ends[0])
     message.close()
@@ -155,5 +144,4 @@ def test_sending_does_not_wait_for_the_receiver(ends: tuple[Connection, Connecti
     message.send(ends[0])  # nobody reads
     message.close()
     x, text = receive(ends[1])()
-    assert x.numel() == 10 * LARGE
-    assert len(text) == 10_000_000
+    assert (x.numel(), len(text)) == (10 * LARGE, 10_000_000)

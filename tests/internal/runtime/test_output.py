@@ -24,15 +24,22 @@ from ltx.runtime.worker_group import Output, open_pipe
 ROOT = Path(__file__).parents[3]
 
 
-def test_the_last_words_of_a_process_that_ends_in_the_middle_of_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def shown(stream: str, *pieces: bytes) -> None:
+    """What rank 0 writes, piece by piece, until it ends."""
     reading, writing = open_pipe()
     output = Output()
-    output.add(reading, 0, "stderr")
-    os.write(writing, b"a line\nlast words")
+    output.add(reading, 0, stream)
+    for piece in pieces:
+        os.write(writing, piece)
+        output.show()
     os.close(writing)
     output.show()
     output.show(finish=True)
     output.close()
+
+
+def test_the_last_words_of_a_process_that_ends_in_the_middle_of_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    shown("stderr", b"a line\nlast words")
     assert capsys.readouterr().err == "[rank 0] a line\n[rank 0] last words\n"
 
 
@@ -175,14 +182,5 @@ with ltx.Pool(1, show_output={shows}) as pool:
 
 
 def test_letters_that_come_in_two_parts(capsys: pytest.CaptureFixture[str]) -> None:
-    reading, writing = open_pipe()
-    output = Output()
-    output.add(reading, 0, "stdout")
-    whole = "Grüße, 世界".encode()
-    for byte in whole:
-        os.write(writing, bytes([byte]))
-        output.show()
-    os.close(writing)
-    output.show(finish=True)
-    output.close()
+    shown("stdout", *(bytes([byte]) for byte in "Grüße, 世界".encode()))
     assert capsys.readouterr().out == "[rank 0] Grüße, 世界\n"

@@ -148,13 +148,9 @@ def test_a_live_bar_says_how_long_its_rank_has_waited(ranks: Ranks) -> None:
         for _ in bar:
             time.sleep(0.5 * int(ltx.axis_index()))
             ltx.psum(torch.ones(1))
-        return seconds(str(bar._besides["wait"]))
+        number, unit = str(bar._besides["wait"]).split()
+        return float(number) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[unit]
 
     first, late = ranks(2).run(waits, 2)
     assert first > 0.1
     assert late < first
-
-
-def seconds(text: str) -> float:
-    number, unit = text.split()
-    return float(number) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[unit]

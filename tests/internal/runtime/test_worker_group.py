@@ -18,6 +18,7 @@ from ltx import Pool
 from ltx.errors import CallInterruptedError, WorkerError
 from ltx.runtime.worker import starter
 from ltx.runtime.worker_group import WorkerGroup
+from tests.forks import settles
 from tests.programs import begun, end
 
 
@@ -29,11 +30,8 @@ def _is_gone(pid: int) -> bool:
         return True
 
 
-def _wait_until_gone(pids: list[int], limit_s: float = 60.0) -> list[int]:
-    deadline = time.monotonic() + limit_s
-    while (left := [pid for pid in pids if not _is_gone(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return left
+def _left(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if not _is_gone(pid)]
 
 
 def _workers(size: int, start_timeout_s: float) -> WorkerGroup:
@@ -82,10 +80,10 @@ def test_workers_end_with_the_driver(killed: bool, driver: Any, temp: Path) -> N
     if killed:
         assert line() == "hanging"
         process.kill()
-        assert _wait_until_gone(pids) == []
+        assert settles(lambda: _left(pids), lambda left: not left, limit_s=60.0) == []
     else:
         assert process.wait(timeout=90) == 0
-        assert _wait_until_gone(pids, limit_s=0.0) == [], "the driver waits for them before it ends"
+        assert _left(pids) == [], "the driver waits for them before it ends"
     assert list(temp.iterdir()) == []
 
 

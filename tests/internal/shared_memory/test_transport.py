@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -22,20 +23,20 @@ from ltx.shared_memory.transport import NOTE_WORDS, SEGMENT_BYTES, SLOTS, Shared
 from tests.forks import settles
 
 
-def transport_of() -> Any:
-    return ltx.core.ranks.axis.find(None).comm.bucket_channel(0).transport
+def bucket_channel() -> Any:
+    """Of the axis in scope, the channel of the buckets' first phase."""
+    return ltx.core.ranks.axis.find(None).comm.bucket_channel(0)
 
 
 def sums(seed: int, sizes: list[int], dtype: torch.dtype, in_room: list[int]) -> list[torch.Tensor]:
     """Several buffers under way at once, from small to larger than all slots; those of ranks `in_room` lie there."""
-    rank, channel = int(ltx.axis_index()), ltx.core.ranks.axis.find(None).comm.bucket_channel(0)
+    rank, channel = int(ltx.axis_index()), bucket_channel()
     assert channel.transport is not None
     draw = torch.Generator().manual_seed(seed + rank)
     buffers = [torch.randn(size, generator=draw).to(dtype) for size in sizes]
     if rank in in_room:
         buffers = [roomy(channel.transport, buffer) for buffer in buffers]
-    works = [channel.issue("psum", buffer, "test") for buffer in buffers]
-    totals = [work.wait() for work in works]
+    totals = [work.wait() for work in [channel.issue("psum", buffer, "test") for buffer in buffers]]
     kept = [total.clone() for total in totals]
     for total in totals:  # whoever has the result may overwrite it at once: peers may still be reading theirs
         total.fill_(float("nan"))
@@ -59,11 +60,7 @@ def test_sums_are_those_of_the_buffers_in_rank_order(
     got = ranks(n).run(sums, seed, sizes, dtype, in_room).replicated()  # bitwise equal on all ranks
     draws = [torch.Generator().manual_seed(seed + rank) for rank in range(n)]
     for size, total in zip(sizes, got, strict=True):
-        parts = [torch.randn(size, generator=draw).to(dtype) for draw in draws]
-        expected = parts[0] + parts[1]
-        for part in parts[2:]:
-            expected = expected + part
-        assert torch.equal(total, expected)
+        assert torch.equal(total, reduce(torch.add, [torch.randn(size, generator=draw).to(dtype) for draw in draws]))
 
 
 def test_room_is_used_again_once_nobody_looks_at_it() -> None:
@@ -86,17 +83,16 @@ def test_room_is_used_again_once_nobody_looks_at_it() -> None:
 
 def test_buckets_are_packed_where_peers_read_them(on_new_axis: Callable[..., Any]) -> None:
     def run() -> tuple[bool, bool]:
-        channel = ltx.core.ranks.axis.find(None).comm.bucket_channel(0)
         step = ltx.data_parallel(lambda p, x: (p["w"] * x).sum())
         grads = torch.func.grad(step)({"w": torch.ones(5000)}, torch.ones(5000))["w"]
-        again = roomy(channel.transport, torch.ones(3))
+        again = roomy(bucket_channel().transport, torch.ones(3))
         return torch.equal(grads, torch.ones(5000)), 0 < again.data_ptr() - grads.data_ptr() < 1 << 20
 
     assert on_new_axis(run, timeout_s=30.0, sockets=False).replicated() == (True, True)
 
 
 def totals(seed: int, sizes: list[int], dtype: torch.dtype, asks: Sequence[bool]) -> list[tuple[Any, torch.Tensor]]:
-    rank, channel = int(ltx.axis_index()), ltx.core.ranks.axis.find(None).comm.bucket_channel(0)
+    rank, channel = int(ltx.axis_index()), bucket_channel()
     draw = torch.Generator().manual_seed(seed + rank)
     buffers = [torch.randn(size, generator=draw, dtype=dtype) for size in sizes]
     works = [channel.issue("psum", buffer, "test", summed=asks[rank]) for buffer in buffers]
@@ -124,8 +120,7 @@ def test_a_note_beside_a_buffer(ranks: Callable[[int], Any], seed: int, n: int) 
     """Buffers of one chunk and of many, with a note and without, all under way at once."""
 
     def run() -> list[list[float]]:
-        channel = ltx.core.ranks.axis.find(None).comm.bucket_channel(0)
-        draw = torch.Generator().manual_seed(seed + int(ltx.axis_index()))
+        channel, draw = bucket_channel(), torch.Generator().manual_seed(seed + int(ltx.axis_index()))
         works = []
         for size in (3, CHUNK_BYTES, (SLOTS + 2) * CHUNK_BYTES // 4, 5):
             note = torch.randn(NOTE_WORDS, generator=draw, dtype=torch.float64).tolist()
@@ -142,17 +137,16 @@ def test_a_note_beside_a_buffer(ranks: Callable[[int], Any], seed: int, n: int) 
 
 
 def total_of_no_sum(operation: str, arguments: tuple[int, ...]) -> float | None:
-    channel = ltx.core.ranks.axis.find(None).comm.bucket_channel(0)
-    work = channel.issue(operation, torch.full((2, 3), float("nan")), "test", arguments, summed=True)
+    work = bucket_channel().issue(operation, torch.full((2, 3), float("nan")), "test", arguments, summed=True)
     work.wait()
-    return work.total
+    total: float | None = work.total
+    return total
 
 
-@pytest.mark.parametrize(
-    ("operation", "arguments"), [("psum", ()), ("all_gather", ()), ("psum_scatter", ()), ("ppermute", (0, 1, 1, 0))]
-)
-def test_what_isnt_summed_in_parts_has_no_sum(ranks: Callable[[int], Any], operation: str, arguments: Any) -> None:
+@pytest.mark.parametrize("operation", ["psum", "all_gather", "psum_scatter", "ppermute"])
+def test_what_isnt_summed_in_parts_has_no_sum(ranks: Callable[[int], Any], operation: str) -> None:
     """Nobody adds it up, and what lies there is of another piece. A small sum is taken as a whole."""
+    arguments = (0, 1, 1, 0) if operation == "ppermute" else ()
     assert ranks(2).run(total_of_no_sum, operation, arguments).replicated() is None
 
 
@@ -217,20 +211,20 @@ def test_several_threads_may_wait_at_once(on_new_axis: Callable[..., Any], seed:
 @pytest.mark.full
 def test_an_interrupt_leaves_gradients_on() -> None:
     """Wherever it comes while a transport makes progress."""
-    came, at = 0, 0
+    came = 0
 
-    def tracer(frame: Any, event: str, _: Any) -> Any:
+    def progress(at: int) -> None:
         nonlocal came
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            came += 1
-            if came == at:
-                raise KeyboardInterrupt
-        return tracer
+        came = 0
 
-    def progress(last: int) -> None:
-        nonlocal came, at
-        came, at = 0, last
+        def tracer(frame: Any, event: str, _: Any) -> Any:
+            nonlocal came
+            frame.f_trace_opcodes = True
+            came += event == "opcode"
+            if event == "opcode" and came == at:
+                raise KeyboardInterrupt
+            return tracer
+
         transport = SharedMemoryTransport(0, [mmap.mmap(-1, SEGMENT_BYTES)], [], [])
         transport.begin("psum", torch.ones(3), (), 0)
         before = sys.gettrace()
@@ -252,7 +246,7 @@ def test_an_interrupt_leaves_gradients_on() -> None:
 
 @pytest.mark.full
 def test_nothing_is_left_in_a_file_system(ranks: Callable[[int], Any]) -> None:
-    assert ranks(2).run(lambda: transport_of() is not None).replicated()
+    assert ranks(2).run(lambda: bucket_channel().transport is not None).replicated()
     assert not [name for name in os.listdir("/dev/shm") if "ltx" in name]
 
 
@@ -290,6 +284,6 @@ def test_without_a_transport_all_goes_over_sockets(
     """The kernel trains to the same values, and knows no transport but the one that is handed in."""
     if not handed_in:
         monkeypatch.setattr(HandedIn, "transport", lambda rank, exchange: None)
-    world = started(2, lambda tell: (transport_of() is not None, trained(seed)))
+    world = started(2, lambda tell: (bucket_channel().transport is not None, trained(seed)))
     expected = ranks(2).run(trained, seed).replicated()
     assert [world.told(rank) for rank in range(2)] == [(handed_in, expected)] * 2

@@ -25,7 +25,8 @@ from tests.contract.strategies.references import async_averaging
 from tests.forks import SILENT_S
 from tests.inside import constant_hook, stateful
 from tests.kinds import OnNewAxis, Ranks
-from tests.train_on import go_on, said
+from tests.train_on import go_on, refuses, said
+from tests.twins.cases import assert_same_bits
 
 ALWAYS = AsyncAveraging(sync_interval_ms=0)
 LR = 0.01
@@ -127,11 +128,10 @@ def test_rounds_keep_their_distance(ranks: Ranks) -> None:
 
 def test_warm_up_is_together(ranks: Ranks) -> None:
     def run() -> tuple[list[float], list[float]]:
-        rank, strategy = int(ltx.axis_index()), AsyncAveraging(warmup_steps=2, sync_interval_ms=0)
-        train = trainer(strategy)
+        train, x = trainer(AsyncAveraging(warmup_steps=2, sync_interval_ms=0)), torch.tensor(1.0 + ltx.world().rank)
         state, losses, at = train.init(start()), [], []
         for _ in range(3):
-            state, metrics = train(state, torch.tensor(rank + 1.0))
+            state, metrics = train(state, x)
             losses.append(metrics.loss.item())
             at.append(went(state)["b"].item())
         train.finish(state)
@@ -178,8 +178,8 @@ def test_a_rank_may_fail_alone_and_do_its_step_again(ranks: Ranks) -> None:
         train = trainer(ALWAYS, faulty)
         state = train.init(start())
         for step in range(6):
-            fails[0] = rank == 1 and step in (1, 4)
-            if fails[0]:
+            if rank == 1 and step in (1, 4):
+                fails[0] = True
                 with pytest.raises(ArithmeticError):
                     train(state, torch.tensor(1.0))
                 fails[0] = False
@@ -208,31 +208,29 @@ def test_a_peer_that_dies(ranks: Ranks, tmp_path: Path) -> None:
     """The next step that would begin or wait for a round raises, and the state is as it was before it."""
 
     def run(strategy: ltx.Strategy, told: Path) -> None:
-        rank, train = int(ltx.axis_index()), trainer(strategy)
+        train = trainer(strategy)
         state, _ = go_on(train, train.init(start()), [torch.tensor(1.0)] * 3)
         ltx.barrier()
-        if rank == 1:
+        if int(ltx.axis_index()) == 1:
             os._exit(3)
-        said = []
-        while not said:
+        text = ""
+        while not text:
             before = ltx.tree.map(torch.clone, state.params)
             try:
                 state, _ = train(state, torch.tensor(1.0))
             except PeerLostError as error:
-                said.append(str(error))
-        for again in (lambda: train(state, torch.tensor(1.0)), lambda: train.finish(state)):
-            with pytest.raises(PeerLostError):
-                again()
+                text = str(error)
+        said(PeerLostError, train, state, torch.tensor(1.0)), said(PeerLostError, train.finish, state)
         assert all(torch.equal(before[name], x) for name, x in state.params.items())
-        told.write_text(said[0])
+        told.write_text(text)
 
     for i, strategy in enumerate((ALWAYS, AsyncAveraging(schedule=(1, 1)))):
         told = tmp_path / str(i)
         with pytest.raises(WorkerError, match="exited with status 3"):
             ranks(2).run(run, strategy, told)
         # A broken connection tells it on the round's own axis; the watcher may be the first to see that rank 1 is gone.
-        said = told.read_text()
-        assert "background 0 on axis 'data'" in said or "the process of rank 1 is gone" in said, said
+        text = told.read_text()
+        assert "background 0 on axis 'data'" in text or "the process of rank 1 is gone" in text, text
 
 
 @pytest.mark.full
@@ -264,23 +262,17 @@ def test_a_state_with_a_round_under_way_gives_and_takes_no_state_dict(ranks: Ran
         state, _ = train(train.init(start()), x)
         saved = train.init(start()).state_dict()
         for use in (state.state_dict, lambda: state.load_state_dict(saved)):
-            with pytest.raises(
-                InputError, match=r"^state_dict: AsyncAveraging\(.* exchange under way between two steps"
-            ):
-                use()
-        state = train.finish(state)
-        expected = went(state)
-        other = train.init(start())
+            refuses(InputError, r"^state_dict: AsyncAveraging\(.* exchange under way between two steps", use)
+        state, other = train.finish(state), train.init(start())
         other.load_state_dict(state.state_dict())
-        return all(torch.equal(went(other)[name], x) for name, x in expected.items())
+        return all(torch.equal(went(other)[name], x) for name, x in went(state).items())
 
     assert list(ranks(2).run(run)) == [True, True]
 
 
 def test_simulated_ranks_have_no_clock() -> None:
-    train = trainer(AsyncAveraging())
-    with pytest.raises(UnsupportedError, match=re.escape("Give the rounds a schedule: AsyncAveraging(schedule=(")):
-        ltx.vmap(train, in_dims=(None, 0))(train.init(start()), torch.ones(2))
+    train, text = trainer(AsyncAveraging()), re.escape("Give the rounds a schedule: AsyncAveraging(schedule=(")
+    refuses(UnsupportedError, text, ltx.vmap(train, in_dims=(None, 0)), train.init(start()), torch.ones(2))
 
 
 def test_a_world_of_one_has_nobody_to_average_with() -> None:
@@ -312,24 +304,21 @@ def test_a_round_always_under_way(ranks: Ranks, seed: int) -> None:
     """Two runs give the same bits, those of the reference; finished, all hold the mean."""
     strategy = AsyncAveraging(schedule=(2, 2))
     expected = async_averaging.rounds(0, 2, 2)(make_problem(seed, 2))
-    results = ranks(2).run(on_processes, strategy, seed, 9)
-    again = ranks(2).run(on_processes, strategy, seed, 9)
-    for rank, ((history, end), (other, other_end)) in enumerate(zip(results, again, strict=True)):
-        for step, (got, same) in enumerate(zip(history, other, strict=True)):
+    results, again = (list(ranks(2).run(on_processes, strategy, seed, 9)) for _ in range(2))
+    assert_same_bits(results, again)
+    assert_same_bits(*(end for _, end in results), of="rank")
+    for rank, (history, end) in enumerate(results):
+        for got, by_rank in zip(history, expected, strict=True):
             for name, x in got.items():
-                np.testing.assert_allclose(x.numpy(), expected[step][rank][name], 1e-9, 1e-9)
-                assert torch.equal(x, same[name])
+                np.testing.assert_allclose(x.numpy(), by_rank[rank][name], 1e-9, 1e-9)
         for name, x in end.items():
-            assert torch.equal(x, other_end[name])
-            assert torch.equal(x, results.rank(0)[1][name])
             np.testing.assert_allclose(x.numpy(), sum(e[name] for e in expected[-1]) / 2, 1e-9, 1e-9)
 
 
 @pytest.mark.full
 def test_a_compiled_graph_doesnt_leave_the_warm_up() -> None:
     strategy = AsyncAveraging(warmup_steps=2)
-    with pytest.raises(UnsupportedError, match="at step 1 needs one reduction at this step and all later"):
-        constant_hook(strategy, 1)
+    refuses(UnsupportedError, "at step 1 needs one reduction at this step and all later", constant_hook, strategy, 1)
     assert constant_hook(strategy, 2) is None
     assert stateful(strategy)
     assert not stateful(AsyncAveraging())

@@ -10,10 +10,10 @@ import pytest
 
 import ltx
 from ltx.core.world import init as world_init
-from ltx.errors import LtxError
 from ltx.peers import meeting
 from tests.forks import free_port
 from tests.kinds import Started
+from tests.train_on import raised_by
 
 FAILS: dict[str, tuple[str, dict[str, Any]]] = {
     "its mesh": (r"WorldError: mesh=\{'a': 5\} is for 5 = 5 ranks", {"mesh": {"a": 5}}),
@@ -40,11 +40,7 @@ def test_a_rank_that_fails_in_init_is_named(how: str, fails: int, started: Start
         if rank == fails and how == "as axes are opened":
             world_init.open_axes = no
         its = given if rank == fails else {}
-        try:
-            ltx.init(rank=rank, size=3, master=f"127.0.0.1:{port}", timeout=60.0, **its)
-        except (LtxError, ValueError) as error:
-            return f"{type(error).__name__}: {error}"
-        return "a world"
+        return raised_by(ltx.init, rank=rank, size=3, master=f"127.0.0.1:{port}", timeout=60.0, **its)
 
     world = started(3, body, held_by="rank 0")
     for rank in {0, 1, 2} - {fails}:

@@ -20,13 +20,13 @@ from ltx.core.ranks.axis import axes_in_scope
 from ltx.core.world.launchers import LAUNCHERS, placement_beside_group
 from ltx.errors import WorldError
 from tests.forks import free_port, open_now, settles
+from tests.internal.world.test_launchers import openmpi
 from tests.programs import begun, finished
 
 
 @pytest.fixture(autouse=True)
 def _no_world_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    marks = {mark for launcher in LAUNCHERS for mark in launcher.marks}
-    for name in marks:
+    for name in {mark for launcher in LAUNCHERS for mark in launcher.marks}:
         monkeypatch.delenv(name, raising=False)
     yield
     shutdown()
@@ -40,12 +40,15 @@ def user_group(_no_world_is_left: None) -> None:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
+def _told(patch: pytest.MonkeyPatch, **variables: object) -> None:
+    """The environment says so."""
+    for name, value in variables.items():
+        patch.setenv(name, str(value))
+
+
 @pytest.fixture
 def torchrun_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    _told(monkeypatch, RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
 
 
 def test_world_of_one_makes_no_process_group() -> None:
@@ -102,11 +105,7 @@ def test_inner_with_leaves_the_outer_world_up() -> None:
         ),
         ({"mesh": {"data": 1}}, {"mesh": {"a": 1, "b": 1}}, r"mesh=\{'data': 1\} and now with mesh=\{'a': 1, 'b': 1\}"),
         ({"mesh": {"b": 1, "a": 1}}, {"mesh": {"a": 1, "b": 1}}, r"mesh=\{'b': 1, 'a': 1\} and now with mesh=\{'a': 1"),
-        (
-            {},
-            {"timeout": timedelta(seconds=5)},
-            r"timeout=datetime.timedelta\(seconds=1800\) and now with timeout=.*=5\)",
-        ),
+        ({}, {"timeout": 5}, r"timeout=datetime.timedelta\(seconds=1800\) and now with timeout=.*=5\)"),
     ],
 )
 def test_second_call_with_other_arguments_says_which(old: dict[str, Any], new: dict[str, Any], text: str) -> None:
@@ -146,10 +145,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         for name in ("timeout", "heartbeat_timeout")
         for given in ("30", True, 0, math.nan, math.inf, timedelta(0), timedelta(seconds=-1))
     ),
-    (
-        {"mesh": {"node": 2, "data": 4}},
-        r"is for 2 \* 4 = 8 ranks, but the world has 1 \(launcher 'none'\)\. Start 8 ranks",
-    ),
+    ({"mesh": {"a": 2, "b": 4}}, r"is for 2 \* 4 = 8 ranks, but the world has 1 \(launcher 'none'\)\. Start 8 ranks"),
     ({"mesh": {}}, r"mesh=\{\} is for no axes"),
     ({"mesh": {"data": 0}}, r"sizes of at least 1, got 'data': 0"),
     ({"mesh": {"data": -1}}, r"sizes of at least 1, got 'data': -1"),
@@ -186,24 +182,26 @@ def test_a_group_of_the_user_is_adopted_and_left_alone() -> None:
 @pytest.mark.usefixtures("user_group")
 def test_a_group_is_adopted_beside_fabrics_own_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """It sets these, and no RANK."""
-    fabric = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "NODE_RANK": "0"}
-    for name, value in fabric.items():
-        monkeypatch.setenv(name, value)
+    _told(monkeypatch, MASTER_ADDR="127.0.0.1", MASTER_PORT=1, WORLD_SIZE=1, LOCAL_RANK=0, NODE_RANK=0)
     with init() as entered:
         assert (entered.launcher, entered.rank, entered.size, entered.local_rank) == ("user", 0, 1, 0)
 
 
-def test_where_a_group_is_and_the_environment_says_half() -> None:
-    fabric = {"MASTER_ADDR": "h", "MASTER_PORT": "1", "WORLD_SIZE": "4"}
-    found = placement_beside_group({**fabric, "LOCAL_RANK": "1", "NODE_RANK": "1"}, 3, 4)
-    assert (found.rank, found.size, found.local_rank) == (3, 4, 1)
-    found = placement_beside_group({"LOCAL_RANK": "1"}, 3, 4)  # by which its launcher says which device is whose
-    assert (found.rank, found.size, found.local_rank) == (3, 4, 1)
-    torchrun = {**fabric, "RANK": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}  # of another world
-    found = placement_beside_group(torchrun, 3, 4)
-    assert (found.rank, found.size, found.local_rank) == (3, 4, 0)
-    found = placement_beside_group({"WORLD_SIZE": "4", "LOCAL_RANK": "nonsense"}, 3, 4)
-    assert (found.rank, found.size, found.local_rank) == (3, 4, 3)
+FABRIC = {"MASTER_ADDR": "h", "MASTER_PORT": "1", "WORLD_SIZE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "local_rank"),
+    [
+        ({**FABRIC, "LOCAL_RANK": "1", "NODE_RANK": "1"}, 1),
+        ({"LOCAL_RANK": "1"}, 1),  # by which its launcher says which device is whose
+        ({**FABRIC, "RANK": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}, 0),  # torchrun's, of another world
+        ({"WORLD_SIZE": "4", "LOCAL_RANK": "nonsense"}, 3),
+    ],
+)
+def test_where_a_group_is_and_the_environment_says_half(environ: dict[str, str], local_rank: int) -> None:
+    found = placement_beside_group(environ, 3, 4)
+    assert (found.rank, found.size, found.local_rank) == (3, 4, local_rank)
 
 
 @pytest.mark.usefixtures("user_group")
@@ -233,13 +231,9 @@ def test_a_world_that_has_ended_cannot_be_entered() -> None:
 
 @pytest.mark.full
 def test_peers_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    with pytest.raises(
-        WorldError, match=r"rank 0 of 2 couldn't set up .*\(gloo\) at 127.0.0.1:\d+ within 1 s: (.|\n)*all 2 ranks"
-    ):
+    _told(monkeypatch, RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+    text = r"rank 0 of 2 couldn't set up .*\(gloo\) at 127.0.0.1:\d+ within 1 s: (.|\n)*all 2 ranks"
+    with pytest.raises(WorldError, match=text):
         init(timeout=timedelta(seconds=1))
     assert not dist.is_initialized()
     del os.environ["RANK"], os.environ["WORLD_SIZE"]
@@ -247,9 +241,8 @@ def test_peers_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_host_is_told_at_once() -> None:
-    with pytest.raises(
-        WorldError, match=r"meet at 'no-such-host.invalid', a host that isn't known here: .*MASTER_ADDR"
-    ):
+    text = r"meet at 'no-such-host.invalid', a host that isn't known here: .*MASTER_ADDR"
+    with pytest.raises(WorldError, match=text):
         init(rank=1, size=2, master="no-such-host.invalid:29500")
     assert init(rank=0, size=1).size == 1
 
@@ -280,17 +273,14 @@ def test_to_device_moves_what_can_move() -> None:
 
 
 def test_arguments_go_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "5")
-    monkeypatch.setenv("WORLD_SIZE", "8")
+    _told(monkeypatch, RANK=5, WORLD_SIZE=8)
     with init(rank=0, size=1) as entered:
         assert (entered.launcher, entered.size) == ("arguments", 1)
         assert not dist.is_initialized()
         assert init() is entered
         assert init(rank=0, size=1) is entered
-        with pytest.raises(
-            WorldError,
-            match=r"called before with \(rank, size, master\)=\(0, 1, None\) and now with .*\(1, 2, 'h:80'\)",
-        ):
+        text = r"called before with \(rank, size, master\)=\(0, 1, None\) and now with .*\(1, 2, 'h:80'\)"
+        with pytest.raises(WorldError, match=text):
             init(rank=1, size=2, master="h:80")
 
 
@@ -311,31 +301,22 @@ def _processes(environments: list[dict[str, str]]) -> list[tuple[int, str, str]]
     return finished(begun(["-c", script], [{"GLOO_SOCKET_IFNAME": "lo", **environ} for environ in environments]), 50)
 
 
-def _mpirun(layout: list[tuple[int, int]], port: int) -> list[dict[str, str]]:
-    return [
-        {
-            "OMPI_COMM_WORLD_RANK": str(rank),
-            "OMPI_COMM_WORLD_SIZE": str(len(layout)),
-            "OMPI_COMM_WORLD_LOCAL_RANK": str(local_rank),
-            "OMPI_COMM_WORLD_LOCAL_SIZE": str(local_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        for rank, (local_rank, local_size) in enumerate(layout)
-    ]
+def _mpirun(*layout: tuple[int, int]) -> list[tuple[int, str, str]]:
+    """That of ranks whose local rank and local size these are."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return _processes([openmpi(rank, len(layout), *place, **common) for rank, place in enumerate(layout)])
 
 
 @pytest.mark.full
 def test_processes_of_mpirun_meet() -> None:
-    done = _processes(_mpirun([(0, 2), (1, 2)], free_port()))
+    done = _mpirun((0, 2), (1, 2))
     assert [(status, out) for status, out, _ in done] == [(0, "0 0 0 1 openmpi 1\n"), (0, "1 1 0 1 openmpi 1\n")]
 
 
 @pytest.mark.full
 def test_ranks_that_disagree_about_their_nodes_all_say_so() -> None:
     """Nodes of 2, 1 and 1: each rank alone fits an equal layout, which differ."""
-    done = _processes(_mpirun([(0, 2), (1, 2), (0, 1), (0, 1)], free_port()))
-    for rank, (status, _, errors) in enumerate(done):
+    for rank, (status, _, errors) in enumerate(_mpirun((0, 2), (1, 2), (0, 1), (0, 1))):
         assert status == 1
         assert f"WorldError: rank {rank} of 4 (launcher openmpi): rank 0 takes itself for local rank 0 of 2" in errors
         assert "Under mpirun, set GROUP_RANK" in errors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,13 @@ def world_from_env(environ: Environ, **given: Any) -> World:
     return world_of(placement_from_env(environ), **given)
 
 
+def changed(environ: Environ, changes: Mapping[str, str | None]) -> Environ:
+    """With these changes, of which None leaves a variable out."""
+    return {name: value for name, value in {**environ, **changes}.items() if value is not None}
+
+
 def without(*names: str) -> Environ:
-    return {name: value for name, value in TORCHRUN.items() if name not in names}
+    return changed(TORCHRUN, dict.fromkeys(names))
 
 
 #: Of an allocation of three nodes with 4, 4 and 3 tasks, as a job script and the shell of salloc see it.
@@ -55,34 +60,28 @@ STEP = JOB | {
     "SLURM_LOCALID": "2",
     "SLURM_NODEID": "1",
 }
-OPENMPI = {
-    "OMPI_COMM_WORLD_RANK": "5",
-    "OMPI_COMM_WORLD_SIZE": "8",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-    "OMPI_COMM_WORLD_NODE_RANK": "1",  # the local rank among all jobs, not the node
-    "MASTER_ADDR": "n0",
-}
-HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4", "MASTER_ADDR": "n0"}
-MVAPICH2 = {
-    "MV2_COMM_WORLD_RANK": "5",
-    "MV2_COMM_WORLD_SIZE": "8",
-    "MV2_COMM_WORLD_LOCAL_RANK": "1",
-    "MV2_COMM_WORLD_LOCAL_SIZE": "4",
-    "MASTER_ADDR": "n0",
-}
-SECOND_OF_TWO_BY_FOUR = (5, 8, 1, 4, 1, 2)
-
 STEP_PORT = 15000 + (1234 * 101 + 2) % 10000
 
 
 def openmpi(rank: int, size: int, local_rank: int, local_size: int, **more: str) -> Environ:
-    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-    values = (rank, size, local_rank, local_size)
-    return {f"OMPI_COMM_WORLD_{n}": str(v) for n, v in zip(names, values, strict=True)} | more
+    said = {"RANK": rank, "SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_SIZE": local_size}
+    return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in said.items()} | more
 
+
+SECOND_OF_TWO_BY_FOUR = (5, 8, 1, 4, 1, 2)
+# The node rank is the local rank among all jobs, not the node.
+OPENMPI = openmpi(5, 8, 1, 4, OMPI_COMM_WORLD_NODE_RANK="1", MASTER_ADDR="n0")
+HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4", "MASTER_ADDR": "n0"}
+MVAPICH2 = {name.replace("OMPI", "MV2"): value for name, value in openmpi(5, 8, 1, 4, MASTER_ADDR="n0").items()}
 
 ALONE = Placement("none")
+AT_RANK_0, N0 = ("10.0.0.1", 29500), ("n0", 29500)
+TASK = Placement("slurm", 4, 5, 2, 3, 1, 2, ("a02", STEP_PORT))
+FIRST = dict.fromkeys(["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"], "0")
+BY_TORCHRUN, BY_MPIRUN, BY_HYDRA = (
+    Placement(launcher, *SECOND_OF_TWO_BY_FOUR, master)
+    for launcher, master in (("torchrun", AT_RANK_0), ("openmpi", N0), ("pmi", N0))
+)
 #: name: (environment, what it says)
 PLACEMENTS: dict[str, tuple[Environ, Placement]] = {
     "nothing set": ({}, ALONE),
@@ -91,47 +90,33 @@ PLACEMENTS: dict[str, tuple[Environ, Placement]] = {
         TORCHRUN
         | dict.fromkeys(["RANK", "LOCAL_RANK", "GROUP_RANK"], "0")
         | dict.fromkeys(["WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"], "1"),
-        Placement("torchrun", master=("10.0.0.1", 29500)),
+        Placement("torchrun", master=AT_RANK_0),
     ),
     "set by hand, one node": (
         without("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
-        Placement("torchrun", 5, 8, 5, 8, 0, 1, ("10.0.0.1", 29500)),
+        Placement("torchrun", 5, 8, 5, 8, 0, 1, AT_RANK_0),
     ),
-    "number of nodes left out": (
-        without("GROUP_RANK", "GROUP_WORLD_SIZE"),
-        Placement("torchrun", *SECOND_OF_TWO_BY_FOUR, ("10.0.0.1", 29500)),
-    ),
-    "srun, unequal nodes": (STEP, Placement("slurm", 4, 5, 2, 3, 1, 2, ("a02", STEP_PORT))),
-    "srun, rank 0": (
-        STEP | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"},
-        Placement("slurm", 0, 5, 0, 2, 0, 2, ("a02", STEP_PORT)),
-    ),
+    "number of nodes left out": (without("GROUP_RANK", "GROUP_WORLD_SIZE"), BY_TORCHRUN),
+    "srun, unequal nodes": (STEP, TASK),
+    "srun, rank 0": (STEP | FIRST, Placement("slurm", 0, 5, 0, 2, 0, 2, ("a02", STEP_PORT))),
     "srun, address and port given": (
         STEP | {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "4711"},
-        Placement("slurm", 4, 5, 2, 3, 1, 2, ("10.0.0.9", 4711)),
+        dataclasses.replace(TASK, master=("10.0.0.9", 4711)),
     ),
     "srun on the whole job, without variables of the step": (
         JOB | {"SLURM_STEP_ID": "0", "SLURM_PROCID": "7", "SLURM_LOCALID": "3", "SLURM_NODEID": "1"},
         Placement("slurm", 7, 11, 3, 4, 1, 3, ("a01", 15000 + 1234 * 101 % 10000)),
     ),
     "srun with one task": (
-        STEP
-        | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
-        | dict.fromkeys(["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"], "0"),
+        STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "1"} | FIRST,
         Placement("slurm"),
     ),
     "srun with devices for each task": (
         STEP | {"SLURM_GPUS_PER_TASK": "a100:1"},
-        Placement("slurm", 4, 5, 2, 3, 1, 2, ("a02", STEP_PORT), own_devices=1),
+        dataclasses.replace(TASK, own_devices=1),
     ),
-    "srun --mpi=pmi2": (
-        STEP | {"PMI_RANK": "4", "PMI_SIZE": "5"},
-        Placement("slurm", 4, 5, 2, 3, 1, 2, ("a02", STEP_PORT)),
-    ),
-    "a job script that sets WORLD_SIZE for its tasks": (
-        STEP | {"WORLD_SIZE": "5"},
-        Placement("slurm", 4, 5, 2, 3, 1, 2, ("a02", STEP_PORT)),
-    ),
+    "srun --mpi=pmi2": (STEP | {"PMI_RANK": "4", "PMI_SIZE": "5"}, TASK),
+    "a job script that sets WORLD_SIZE for its tasks": (STEP | {"WORLD_SIZE": "5"}, TASK),
     "python in a job script": (JOB, ALONE),
     "python in a job script, of a SLURM that gives it a step": (JOB | {"SLURM_STEP_ID": "4294967291"}, ALONE),
     "Jupyter in the shell of salloc": (
@@ -141,39 +126,30 @@ PLACEMENTS: dict[str, tuple[Environ, Placement]] = {
     "an external step": (JOB | {"SLURM_STEP_ID": "4294967292"}, ALONE),
     "a step by name": (JOB | {"SLURM_STEP_ID": "interactive"}, ALONE),
     "srun --pty": (JOB | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PTY_PORT": "4000"}, ALONE),
-    "torchrun in a step": (STEP | TORCHRUN, Placement("torchrun", *SECOND_OF_TWO_BY_FOUR, ("10.0.0.1", 29500))),
-    "mpirun by slot": (OPENMPI, Placement("openmpi", *SECOND_OF_TWO_BY_FOUR, ("n0", 29500))),
-    "mpirun by node": (
-        OPENMPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "2"},
-        Placement("openmpi", 5, 8, 2, 4, 1, 2, ("n0", 29500)),
-    ),
+    "torchrun in a step": (STEP | TORCHRUN, BY_TORCHRUN),
+    "mpirun by slot": (OPENMPI, BY_MPIRUN),
+    "mpirun by node": (OPENMPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "2"}, dataclasses.replace(BY_MPIRUN, local_rank=2)),
     "mpirun --map-by node, three nodes": (
         openmpi(7, 12, 2, 4, MASTER_ADDR="n0"),
-        Placement("openmpi", 7, 12, 2, 4, 1, 3, ("n0", 29500)),
+        Placement("openmpi", 7, 12, 2, 4, 1, 3, N0),
     ),
     "mpirun on one node": (openmpi(1, 2, 1, 2), Placement("openmpi", 1, 2, 1, 2, 0, 1, ("127.0.0.1", 29500))),
     "mpirun with one process": ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, Placement("openmpi")),
     "mpirun on unequal nodes that are told": (
         openmpi(4, 5, 1, 2, MASTER_ADDR="n0", GROUP_RANK="1", GROUP_WORLD_SIZE="2"),
-        Placement("openmpi", 4, 5, 1, 2, 1, 2, ("n0", 29500)),
+        Placement("openmpi", 4, 5, 1, 2, 1, 2, N0),
     ),
-    "mpirun, which starts its helpers with srun": (
-        STEP | OPENMPI,
-        Placement("openmpi", *SECOND_OF_TWO_BY_FOUR, ("n0", 29500)),
-    ),
-    "hydra": (HYDRA, Placement("pmi", *SECOND_OF_TWO_BY_FOUR, ("n0", 29500))),
-    "hydra, which starts its helpers with srun": (
-        STEP | HYDRA,
-        Placement("pmi", *SECOND_OF_TWO_BY_FOUR, ("n0", 29500)),
-    ),
+    "mpirun, which starts its helpers with srun": (STEP | OPENMPI, BY_MPIRUN),
+    "hydra": (HYDRA, BY_HYDRA),
+    "hydra, which starts its helpers with srun": (STEP | HYDRA, BY_HYDRA),
     "other names of PMI": (
         {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2", "MASTER_PORT": "99"},
         Placement("pmi", 1, 2, 1, 2, 0, 1, ("127.0.0.1", 99)),
     ),
-    "mpirun_rsh": (MVAPICH2, Placement("mvapich2", *SECOND_OF_TWO_BY_FOUR, ("n0", 29500))),
+    "mpirun_rsh": (MVAPICH2, Placement("mvapich2", *SECOND_OF_TWO_BY_FOUR, N0)),
     "a pool's worker in a step": (
         STEP | TORCHRUN | {"LTX_POOL": "8"},
-        Placement("pool", *SECOND_OF_TWO_BY_FOUR, ("10.0.0.1", 29500)),
+        Placement("pool", *SECOND_OF_TWO_BY_FOUR, AT_RANK_0),
     ),
 }
 
@@ -188,84 +164,70 @@ def test_placements(case: str) -> None:
     assert (world.backend, world.device) == ("gloo", torch.device("cpu"))
 
 
-#: name: (environment without what is None, changes, text)
-REFUSED: dict[str, tuple[Environ, dict[str, str | None], str]] = {
+Row = tuple[dict[str, str | None], str]
+#: name: (changes, of which None leaves a variable out; text)
+OF_TORCHRUN: dict[str, Row] = {
     "rank no integer": (
-        TORCHRUN,
         {"RANK": "foo"},
         r"RANK='foo' \(launcher torchrun\): expected an integer from 0 to 7, below WORLD_SIZE=8",
     ),
-    "rank negative": (TORCHRUN, {"RANK": "-1"}, r"RANK='-1' .*expected an integer from 0 to 7"),
-    "rank not below the size": (TORCHRUN, {"RANK": "8"}, r"RANK='8' .*expected an integer from 0 to 7"),
-    "rank without size": (TORCHRUN, {"WORLD_SIZE": None}, r"WORLD_SIZE is missing .*at least 1.*since RANK='5' is set"),
-    "size without rank": (TORCHRUN, {"RANK": None}, r"RANK is missing .*from 0 to 7.*since WORLD_SIZE='8' is set"),
-    "size zero": (TORCHRUN, {"WORLD_SIZE": "0"}, r"WORLD_SIZE='0' .*expected an integer of at least 1"),
-    "size no integer": (TORCHRUN, {"WORLD_SIZE": "8.0"}, r"WORLD_SIZE='8.0' .*expected an integer of at least 1"),
+    "rank negative": ({"RANK": "-1"}, r"RANK='-1' .*expected an integer from 0 to 7"),
+    "rank not below the size": ({"RANK": "8"}, r"RANK='8' .*expected an integer from 0 to 7"),
+    "rank without size": ({"WORLD_SIZE": None}, r"WORLD_SIZE is missing .*at least 1.*since RANK='5' is set"),
+    "size without rank": ({"RANK": None}, r"RANK is missing .*from 0 to 7.*since WORLD_SIZE='8' is set"),
+    "size zero": ({"WORLD_SIZE": "0"}, r"WORLD_SIZE='0' .*expected an integer of at least 1"),
+    "size no integer": ({"WORLD_SIZE": "8.0"}, r"WORLD_SIZE='8.0' .*expected an integer of at least 1"),
     "more local ranks than ranks": (
-        TORCHRUN,
         {"LOCAL_WORLD_SIZE": "9"},
         r"LOCAL_WORLD_SIZE='9' .*from 1 to 8, at most WORLD_SIZE=8",
     ),
-    "torchrun, local rank too large": (
-        TORCHRUN,
-        {"LOCAL_RANK": "4"},
-        r"LOCAL_RANK='4' .*from 0 to 3, below LOCAL_WORLD_SIZE=4",
-    ),
-    "node rank too large": (
-        TORCHRUN,
-        {"GROUP_RANK": "2"},
-        r"GROUP_RANK='2' .*from 0 to 1, below the number of nodes, 2",
-    ),
-    "no address": (TORCHRUN, {"MASTER_ADDR": None}, r"MASTER_ADDR=None .*expected the name or address"),
-    "empty address": (TORCHRUN, {"MASTER_ADDR": ""}, r"MASTER_ADDR='' .*expected the name or address"),
-    "no port": (TORCHRUN, {"MASTER_PORT": None}, r"MASTER_PORT is missing .*from 1 to 65535"),
-    "port too large": (TORCHRUN, {"MASTER_PORT": "70000"}, r"MASTER_PORT='70000' .*from 1 to 65535"),
-    "step no number": (
-        STEP,
-        {"SLURM_STEP_ID": "x"},
-        r"SLURM_STEP_ID='x' \(launcher slurm\): expected an integer from 0",
-    ),
+    "torchrun, local rank too large": ({"LOCAL_RANK": "4"}, r"LOCAL_RANK='4' .*from 0 to 3, below LOCAL_WORLD_SIZE=4"),
+    "node rank too large": ({"GROUP_RANK": "2"}, r"GROUP_RANK='2' .*from 0 to 1, below the number of nodes, 2"),
+    "no address": ({"MASTER_ADDR": None}, r"MASTER_ADDR=None .*expected the name or address"),
+    "empty address": ({"MASTER_ADDR": ""}, r"MASTER_ADDR='' .*expected the name or address"),
+    "no port": ({"MASTER_PORT": None}, r"MASTER_PORT is missing .*from 1 to 65535"),
+    "port too large": ({"MASTER_PORT": "70000"}, r"MASTER_PORT='70000' .*from 1 to 65535"),
+    "torchrun, too few nodes": ({"GROUP_WORLD_SIZE": "1", "GROUP_RANK": None}, "GROUP_RANK is missing"),
+}
+OF_STEP: dict[str, Row] = {
+    "step no number": ({"SLURM_STEP_ID": "x"}, r"SLURM_STEP_ID='x' \(launcher slurm\): expected an integer from 0"),
     "no rank": (
-        STEP,
         {"SLURM_PROCID": None},
         r"SLURM_PROCID is missing \(launcher slurm\): expected an integer from 0 to 4, below SLURM_STEP_NUM_TASKS=5, "
         r"since SLURM_STEP_ID='2' is set. Start the processes with srun, or unset them all to run as a world of one.",
     ),
-    "rank too large": (STEP, {"SLURM_PROCID": "5"}, "SLURM_PROCID='5' .*from 0 to 4, below SLURM_STEP_NUM_TASKS=5"),
-    "no tasks": (STEP, {"SLURM_STEP_NUM_TASKS": "0"}, "SLURM_STEP_NUM_TASKS='0' .*of at least 1"),
-    "no number of tasks": (JOB, {"SLURM_STEP_ID": "0", "SLURM_NTASKS": None}, "SLURM_STEP_NUM_TASKS is missing"),
-    "node too large": (STEP, {"SLURM_NODEID": "2"}, "SLURM_NODEID='2' .*from 0 to 1, below SLURM_STEP_NUM_NODES=2"),
-    "local rank too large": (STEP, {"SLURM_LOCALID": "3"}, "SLURM_LOCALID='3' .*from 0 to 2, below the node's 3 tasks"),
+    "rank too large": ({"SLURM_PROCID": "5"}, "SLURM_PROCID='5' .*from 0 to 4, below SLURM_STEP_NUM_TASKS=5"),
+    "no tasks": ({"SLURM_STEP_NUM_TASKS": "0"}, "SLURM_STEP_NUM_TASKS='0' .*of at least 1"),
+    "node too large": ({"SLURM_NODEID": "2"}, "SLURM_NODEID='2' .*from 0 to 1, below SLURM_STEP_NUM_NODES=2"),
+    "local rank too large": ({"SLURM_LOCALID": "3"}, "SLURM_LOCALID='3' .*from 0 to 2, below the node's 3 tasks"),
     "tasks that don't add up": (
-        STEP,
         {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
         r"SLURM_STEP_TASKS_PER_NODE='2\(x2\)' .*such as 4\(x2\),3, which agrees with SLURM_STEP_NUM_TASKS=5 on",
     ),
-    "tasks of too many nodes": (STEP, {"SLURM_STEP_TASKS_PER_NODE": "1(x999999999)"}, "TASKS_PER_NODE='1.* expected"),
-    "tasks misspelt": (STEP, {"SLURM_STEP_TASKS_PER_NODE": "2,3x"}, "TASKS_PER_NODE='2,3x'"),
+    "tasks of too many nodes": ({"SLURM_STEP_TASKS_PER_NODE": "1(x999999999)"}, "TASKS_PER_NODE='1.* expected"),
+    "tasks misspelt": ({"SLURM_STEP_TASKS_PER_NODE": "2,3x"}, "TASKS_PER_NODE='2,3x'"),
     "tasks of two nodes left out": (
-        STEP,
         {"SLURM_STEP_TASKS_PER_NODE": None, "SLURM_TASKS_PER_NODE": None},
         "SLURM_STEP_TASKS_PER_NODE is missing",
     ),
-    "hosts misspelt": (STEP, {"SLURM_STEP_NODELIST": "a[1-"}, r"SLURM_STEP_NODELIST='a\[1-' .*or MASTER_ADDR set"),
-    "hosts left out": (
-        STEP,
-        {"SLURM_STEP_NODELIST": None, "SLURM_JOB_NODELIST": None},
-        "SLURM_STEP_NODELIST is missing",
-    ),
-    "job left out": (STEP, {"SLURM_JOB_ID": None, "SLURM_JOBID": None}, "SLURM_JOB_ID is missing.*or MASTER_PORT set"),
-    "port no port": (STEP, {"MASTER_PORT": "0"}, "MASTER_PORT='0' .*from 1 to 65535"),
+    "hosts misspelt": ({"SLURM_STEP_NODELIST": "a[1-"}, r"SLURM_STEP_NODELIST='a\[1-' .*or MASTER_ADDR set"),
+    "hosts left out": ({"SLURM_STEP_NODELIST": None, "SLURM_JOB_NODELIST": None}, "SLURM_STEP_NODELIST is missing"),
+    "job left out": ({"SLURM_JOB_ID": None, "SLURM_JOBID": None}, "SLURM_JOB_ID is missing.*or MASTER_PORT set"),
+    "port no port": ({"MASTER_PORT": "0"}, "MASTER_PORT='0' .*from 1 to 65535"),
     "another number of processes": (
-        STEP,
         {"WORLD_SIZE": "8"},
         "WORLD_SIZE='8' .*expected an integer from 5 to 5, as SLURM_STEP_NUM_TASKS=5; unset WORLD_SIZE",
     ),
     "several tasks and a terminal": (
-        STEP,
         {"SLURM_PTY_PORT": "4000"},
         r"SLURM_PTY_PORT='4000' .*has SLURM_STEP_NUM_TASKS=5 tasks.*env -u SLURM_PTY_PORT srun .*rank=0, size=1",
     ),
+}
+#: name: (environment, changes, text)
+REFUSED: dict[str, tuple[Environ, dict[str, str | None], str]] = {
+    **{name: (TORCHRUN, *row) for name, row in OF_TORCHRUN.items()},
+    **{name: (STEP, *row) for name, row in OF_STEP.items()},
+    "no number of tasks": (JOB, {"SLURM_STEP_ID": "0", "SLURM_NTASKS": None}, "SLURM_STEP_NUM_TASKS is missing"),
     "mpirun without address": (
         OPENMPI,
         {"MASTER_ADDR": None},
@@ -281,6 +243,7 @@ REFUSED: dict[str, tuple[Environ, dict[str, str | None], str]] = {
         {"OMPI_COMM_WORLD_LOCAL_RANK": "4"},
         "OMPI_COMM_WORLD_LOCAL_RANK='4' .*from 0 to 3, below OMPI_COMM_WORLD_LOCAL_SIZE=4 and at most",
     ),
+    "mpirun, half of the node": (OPENMPI, {"GROUP_RANK": "1"}, "GROUP_WORLD_SIZE is missing"),
     "mpirun on unequal nodes": (
         openmpi(4, 5, 1, 2),
         {},
@@ -288,21 +251,18 @@ REFUSED: dict[str, tuple[Environ, dict[str, str | None], str]] = {
         "GROUP_WORLD_SIZE",
     ),
     "mpirun, a layout of one's own": (openmpi(5, 8, 3, 4), {}, "dealt out by slot or by node.*Set GROUP_RANK"),
-    "mpirun, half of the node": (OPENMPI, {"GROUP_RANK": "1"}, "GROUP_WORLD_SIZE is missing"),
     "hydra without size": (HYDRA, {"PMI_SIZE": None}, r"PMI_SIZE is missing \(launcher pmi\)"),
     "hydra without local size": (HYDRA, {"MPI_LOCALNRANKS": None}, "MPI_LOCALNRANKS is missing"),
     "hydra, rank no number": (HYDRA, {"PMI_RANK": ""}, "PMI_RANK='' .*from 0 to 7, below PMI_SIZE=8"),
     "mpirun_rsh, rank too large": (MVAPICH2, {"MV2_COMM_WORLD_RANK": "8"}, "RANK='8' .*below MV2_COMM_WORLD_SIZE=8"),
-    "torchrun, too few nodes": (TORCHRUN, {"GROUP_WORLD_SIZE": "1", "GROUP_RANK": None}, "GROUP_RANK is missing"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_contradictions_are_named(case: str) -> None:
     environ, changes, text = REFUSED[case]
-    changed = {name: value for name, value in {**environ, **changes}.items() if value is not None}
     with pytest.raises(WorldError, match=text) as caught:
-        placement_from_env(changed)
+        placement_from_env(changed(environ, changes))
     assert isinstance(caught.value, LtxError)
     assert isinstance(caught.value, RuntimeError)
 
@@ -315,16 +275,10 @@ def test_every_task_of_a_step(counts: tuple[int, ...], cyclic: bool) -> None:
     slots = [(node, local) for node, count in enumerate(counts) for local in range(count)]
     if cyclic:
         slots.sort(key=lambda slot: (slot[1], slot[0]))
-    spelt = ",".join(map(str, counts))
     for rank, (node, local) in enumerate(slots):
-        environ = STEP | {
-            "SLURM_PROCID": str(rank),
-            "SLURM_NODEID": str(node),
-            "SLURM_LOCALID": str(local),
-            "SLURM_STEP_NUM_TASKS": str(size),
-            "SLURM_STEP_NUM_NODES": str(nodes),
-            "SLURM_STEP_TASKS_PER_NODE": spelt,
-        }
+        own = {"PROCID": rank, "NODEID": node, "LOCALID": local, "STEP_NUM_TASKS": size, "STEP_NUM_NODES": nodes}
+        environ = STEP | {f"SLURM_{name}": str(value) for name, value in own.items()}
+        environ |= {"SLURM_STEP_TASKS_PER_NODE": ",".join(map(str, counts))}
         found = world_from_env(environ, cuda_devices=4)
         device = torch.device("cuda", local)
         assert found == World(rank, size, local, node, nodes, device, "cpu:gloo,cuda:nccl", "slurm", counts[node])
@@ -346,33 +300,29 @@ def test_every_process_of_mpirun(nodes: int, each: int, by_node: bool) -> None:
 
 def test_ranks_that_disagree_about_their_nodes_find_out() -> None:
     """3 and 1 ranks: those of the first node can't know that, the other one thinks of four nodes."""
-    places = [(0, 2, local, 2) for local in range(2)] + [(2, 3, 0, 1)]
-    assert "rank 2 takes itself for local rank 0 of 1 on node 2 of 3, but all together found 2 with 1" in _misfit(
-        places
-    )
+    said = _misfit([(0, 2, 0, 2), (0, 2, 1, 2), (2, 3, 0, 1)])
+    assert "rank 2 takes itself for local rank 0 of 1 on node 2 of 3, but all together found 2 with 1" in said
     assert "rank 0 is there too" in _misfit([(0, 1, 0, 2), (0, 1, 0, 2)])
     assert _misfit([(0, 2, 0, 1), (1, 2, 0, 2), (1, 2, 1, 2)]) == ""
 
 
 def test_ports_differ_between_steps_and_jobs() -> None:
-    def port(job: int, step: int) -> int:
-        master = placement_from_env(STEP | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).master
+    def port_in(environ: Environ) -> int:
+        master = placement_from_env(environ).master
         assert master is not None
         assert master[1] in DERIVED_PORTS
         return master[1]
+
+    def port(job: int, step: int) -> int:
+        return port_in(STEP | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
 
     assert len({port(8812345, step) for step in range(100)}) == 100
     assert len({port(job, step) for job in range(50) for step in range(50)}) == 2500
     assert len({port(7, 3) for _ in range(2)}) == 1
-
-    def of_job(namespace: str) -> int:
-        master = placement_from_env(openmpi(0, 2, 0, 2, PMIX_NAMESPACE=namespace)).master
-        assert master is not None
-        assert master[1] in DERIVED_PORTS
-        return master[1]
-
-    assert of_job("prterun-n0-17@1") != of_job("prterun-n0-18@1")
-    assert of_job("x") == of_job("x")
+    jobs = ("prterun-n0-17@1", "prterun-n0-18@1", "x", "x")
+    first, second, *same = [port_in(openmpi(0, 2, 0, 2, PMIX_NAMESPACE=job)) for job in jobs]
+    assert first != second
+    assert same[0] == same[1]
 
 
 def test_the_first_of_a_list_of_hosts() -> None:
@@ -468,7 +418,7 @@ bases = st.sampled_from([{}, JOB, STEP, OPENMPI, HYDRA, MVAPICH2, TORCHRUN])
 def test_whatever_is_set_gives_a_world_or_an_error_with_a_name(
     base: Environ, changes: dict[str, str | None], cuda_devices: int
 ) -> None:
-    environ = {name: value for name, value in {**base, **changes}.items() if value is not None}
+    environ = changed(base, changes)
     try:
         world = world_from_env(environ, cuda_devices=cuda_devices)
     except WorldError as error:
@@ -482,12 +432,7 @@ def test_whatever_is_set_gives_a_world_or_an_error_with_a_name(
 
 
 def test_marks_name_what_is_looked_for() -> None:
-    def environments() -> Iterator[Environ]:
-        for environ, expected in PLACEMENTS.values():
-            if expected.launcher != "none":
-                yield environ
-
-    for environ in environments():
+    for environ in (environ for environ, expected in PLACEMENTS.values() if expected.launcher != "none"):
         launcher = next(row for row in LAUNCHERS if row.started_this(environ))
         assert any(mark in environ for mark in launcher.marks)
 
