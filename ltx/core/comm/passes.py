@@ -211,7 +211,9 @@ class Passes:
 
     def leave(self, why: BaseException | str, sent: int, what: str = "") -> None:
         """Leave a step or pass, before which this rank had `sent` so many collectives, because of an exception."""
-        if isinstance(why, OF_PEERS) or sent != self.sent() or any(channel.failed for channel in self._comm.channels):
+        alone = all(axis.size == 1 for axis in self._comm.peers.own.axes)  # nobody can be out of step with this rank
+        failed = any(channel.failed for channel in self._comm.channels)
+        if isinstance(why, OF_PEERS) or failed or (sent != self.sent() and not alone):
             self.end_world(why, what)
         elif self.failed is None:
             text = why if isinstance(why, str) else said_of(why)

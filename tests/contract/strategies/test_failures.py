@@ -12,7 +12,7 @@ import ltx
 from ltx.errors import CallFailedError, DeadlockDetectedError
 from tests.contract.strategies.test_protocol import Gossip, LocalSGD, problem, trainer
 from tests.inside import AsyncAveraging
-from tests.kinds import OnNewAxis
+from tests.kinds import OnNewAxis, Ranks
 
 
 class BrokenError(Exception):
@@ -114,6 +114,40 @@ def test_a_rank_may_fail_alone_in_a_step_without_talk(on_new_axis: OnNewAxis) ->
     (raised, _, params), (raised_1, _, params_1) = on_new_axis(lambda: fails_once(LocalSGD(period=3), 3))
     assert (raised, raised_1) == ([], [BrokenError])
     assert params.keys() == params_1.keys()
+
+
+def fails_alone() -> list[Tensor]:
+    """The parameters of a training without a failure, and of one whose third backward pass fails and is done again."""
+
+    def fail(_: Tensor) -> None:
+        if broken:
+            raise BrokenError
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        total = (w * x).square().sum()
+        total.register_hook(fail)
+        return total
+
+    train = ltx.train_step(
+        ltx.data_parallel(loss, ltx.DDPStrategy(comm_hook="fp16")), ltx.optim.from_torch(torch.optim.Adam, lr=0.1)
+    )
+    found = []
+    for at in (None, 2):
+        state = train.init(torch.ones(3))
+        for step in range(4):
+            broken, x = step == at, torch.arange(3.0) + step
+            if broken:
+                with pytest.raises(BrokenError):
+                    train(state, x)
+                broken = False
+            state, _ = train(state, x)
+        found.append(state.params)
+    return found
+
+
+def test_a_rank_that_is_alone_goes_on(ranks: Ranks) -> None:
+    """It has begun to send, and nobody can be out of step with it."""
+    assert torch.equal(*ranks(1).run(fails_alone)[0])
 
 
 def test_finish_gives_back_what_has_nothing_under_way() -> None:
