@@ -179,9 +179,8 @@ def find(name: str | None) -> Axis:
     has started this process as one of several ranks. Raises :class:`ltx.errors.AxisError` if no axis in scope is called
     `name`.
     """
-    if name is None and len(_world_axes) == 1 and not _there():  # what _choice would come to
-        return _world_axes[0]
-    scope = _choice() if name is None else axes_in_scope()
+    simple = len(_world_axes) < 2 and not _there()
+    scope = _world_axes if simple else _choice() if name is None else axes_in_scope()
     for candidate in reversed(scope):
         if name is None or candidate.name == name:
             return candidate

@@ -182,8 +182,7 @@ class Answers(NamedTuple):
 
     def hold(self, hook: CommHook | None, axis: Axis, kinds: list[Any]) -> bool:
         """Whether these are the answers for a call on `axis` too. Raises if nothing may be sent there."""
-        same = (axis is self.axis or axis == self.axis) and hook == self.hook and kinds == self.kinds
-        return same and axis.ranks.goes_on()
+        return (hook, axis, kinds) == (self.hook, self.axis, self.kinds) and axis.ranks.goes_on()
 
 
 class Marked(NamedTuple):
