@@ -14,15 +14,11 @@ from torch.nn.functional import cross_entropy
 import ltx
 from ltx.errors import StepError
 from ltx.optim import from_torch
+from tests.contract.optim.test_partition import NET, loss_fn, problem
 from tests.kinds import Params, Ranks
 from tests.train_on import refuses, trained
 
-NET = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 SGD = from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
-
-
-def loss_fn(params: Params, x: Tensor, y: Tensor) -> Tensor:
-    return cross_entropy(ltx.functional_call(NET, params, (x,)), y)
 
 
 def gradients(params: Params, x: Tensor, y: Tensor) -> tuple[Params, Tensor]:
@@ -34,14 +30,6 @@ def by_backward(params: Params, x: Tensor, y: Tensor) -> tuple[Params, Tensor]:
     loss = loss_fn(leaves, x, y)
     loss.backward()
     return {name: p.grad for name, p in leaves.items() if p.grad is not None}, loss
-
-
-def problem() -> tuple[Params, Tensor, Tensor]:
-    """Rank 0's, on every rank."""
-    made: tuple[Params, Tensor, Tensor] = ltx.broadcast(
-        ({name: torch.randn_like(p) for name, p in NET.named_parameters()}, torch.randn(16, 4), torch.randint(3, (16,)))
-    )
-    return made
 
 
 def both(
@@ -237,7 +225,7 @@ def test_a_modules_own_parameters_are_refused() -> None:
     train = ltx.train_step(ltx.data_parallel(forgetful, returns="grads"), SGD)
     state = train.init(dict(NET.named_parameters()))
     with pytest.raises(
-        StepError, match=r"'2\.weight' of Sequential, a parameter of shape .* that isn't one of its arguments"
+        StepError, match=r"'3\.weight' of Sequential, a parameter of shape .* that isn't one of its arguments"
     ):
         train(state, torch.randn(2, 4), torch.tensor([0, 1]))
 
