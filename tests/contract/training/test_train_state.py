@@ -269,12 +269,6 @@ def test_every_read_of_a_donated_state_raises(name: str) -> None:
     assert (best.step, state.step) == (0, 1)
 
 
-def test_a_step_from_it_raises_too() -> None:
-    train, best, x = made()
-    train(best, x)
-    refuses(DonatedStateError, r"this TrainState \(step 0\) was donated", train, best, x)
-
-
 USES: dict[str, Callable[[torch.Tensor], Any]] = {
     "arithmetic": lambda x: x + 1,
     "item": lambda x: x[0, 0].item(),
