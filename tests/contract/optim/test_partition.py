@@ -243,12 +243,6 @@ def test_frozen_parameters_in_a_compiled_step(seed: int) -> None:
     torch.testing.assert_close(dict(compiled.params), dict(eager.params), rtol=1e-4, atol=1e-6)
 
 
-def test_a_name_with_brackets_is_that_name() -> None:
-    params = {"layers[0]": torch.zeros(1), "layers[1]": torch.zeros(1)}
-    made = partition({"0": sgd, "1": adamw}, {"layers[0]": "0", "layers[1]": "1"})
-    assert set(made.init(params)) == {"0", "1"}
-
-
 def test_a_class_of_another_author_for_a_group() -> None:
     made = partition({"others": from_torch(Lion), "biases": adamw}, BIASES)
     assert not made.leafwise
