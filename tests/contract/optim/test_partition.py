@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,19 +92,6 @@ def test_clipping_before_takes_the_norm_of_all_and_inside_that_of_the_group() ->
     for made, expected in ((before, (-0.6, -0.8)), (inside, (-1.0, -4.0))):
         after, _ = made.apply(grads, made.init(params), params)
         torch.testing.assert_close(torch.cat([after["a"], after["b"]]), torch.tensor(expected), rtol=1e-5, atol=0)
-
-
-def test_each_schedule_counts_its_own_steps_and_goes_on_from_a_checkpoint(tmp_path: Path, seed: int) -> None:
-    params, x, y = problem()
-    warm = from_torch(SGD, lr=lambda step: 0.1 * step)
-    made = partition({"biases": warm, "others": adamw}, BIASES)
-    train = ltx.train_step(ltx.data_parallel(loss_fn), made)
-    with ltx.init():
-        state, _ = train(train.init(params), x, y)
-        ltx.checkpoint.save(tmp_path, state)
-        state, _ = train(state, x, y)
-        again, _ = train(ltx.checkpoint.load(tmp_path, train.init(params)).state, x, y)
-        assert same_bits(dict(state.params), dict(again.params))
 
 
 def test_horovod_scales_the_rate_of_each(ranks: Ranks, seed: int) -> None:
