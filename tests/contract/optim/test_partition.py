@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adafactor, AdamW, Muon
+from torch.optim import SGD, Adafactor, AdamW
 
 import ltx
 from ltx.errors import OptimError, StrategyError
@@ -63,25 +63,6 @@ def test_each_group_is_as_alone(donate: bool, labels: Any, seed: int) -> None:
         assert same_bits(after, {**parts["biases"], **parts["others"]})
         params, state = after, next_state
     assert state["others"].count == 3
-
-
-def test_matrices_by_muon_and_the_rest_by_adamw(seed: int) -> None:
-    params, x, y = problem()
-    shapes = {name: "matrices" if p.dim() == 2 else "rest" for name, p in params.items()}
-    made = partition({"matrices": from_torch(Muon, lr=0.1), "rest": adamw}, shapes)
-    state, own = made.init(params), {name: p.clone().requires_grad_() for name, p in params.items()}
-    others: list[Any] = [
-        Muon([p for p in own.values() if p.dim() == 2], lr=0.1),
-        AdamW([p for p in own.values() if p.dim() != 2], lr=1e-2, weight_decay=0.1),
-    ]
-    for _ in range(3):
-        grads = torch.func.grad(loss_fn)(params, x, y)
-        params, state = made.apply(grads, state, params)
-        for name, p in own.items():
-            p.grad = grads[name].clone()
-        for optimizer in others:
-            optimizer.step()
-    torch.testing.assert_close(params, {name: p.detach() for name, p in own.items()}, rtol=1e-5, atol=1e-7)
 
 
 def test_clipping_before_takes_the_norm_of_all_and_inside_that_of_the_group() -> None:
