@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, jvp
 import ltx
 from ltx.errors import StepError, UnsupportedError
 from tests.kinds import Ranks
-from tests.train_on import said
+from tests.train_on import said, trained
 from tests.twins.cases import CASES, FUNC_WAYS, WAYS, Params, assert_close, gradient, params_of, plain_step, seeded
 
 BUCKETS = ltx.DDPStrategy(bucket_bytes=128, first_bucket_bytes=16)
@@ -163,8 +163,7 @@ def test_buffers_that_nobody_carries_are_refused() -> None:
     sgd, params, buffers = ltx.optim.from_torch(torch.optim.SGD, lr=1.0), torch.ones(()), torch.zeros(4)
     with pytest.raises(StepError, match=r"ltx\.accumulate\(step, 2, carry=1\); each micro-batch begins with those of"):
         ltx.train_step(ltx.accumulate(step, 2), sgd).init(params, buffers)
-    train = ltx.train_step(ltx.accumulate(step, 2, carry=1), sgd)
-    state, _ = train(train.init(params, buffers), torch.arange(4.0))
+    state, _ = trained(ltx.accumulate(step, 2, carry=1), sgd, params, [torch.arange(4.0)], buffers=buffers)
     torch.testing.assert_close((state.params, state.buffers), (torch.tensor(-0.5), torch.full((4,), 2.0)))
 
 

@@ -178,8 +178,7 @@ def test_the_first_parameters_dtype_rounds_no_other_gradient() -> None:
 
 def test_gradients_that_are_not_finite_are_seen() -> None:
     step = ltx.data_parallel(lambda p: ({"w": p["w"] * torch.inf}, p["w"].sum()), returns="grads")
-    train = ltx.train_step(step, SGD, guard="skip")
-    state, metrics = train(train.init({"w": torch.ones(2)}))
+    state, (metrics,) = trained(step, SGD, {"w": torch.ones(2)}, [()], guard="skip")
     assert metrics.skipped
     assert state.params["w"].tolist() == [1.0, 1.0]
 
