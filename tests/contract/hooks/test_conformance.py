@@ -222,12 +222,8 @@ def parameters() -> Grads:
     return {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
 
 
-def sgd() -> ltx.optim.Optimizer:
-    return ltx.optim.from_torch(torch.optim.SGD, lr=0.01)
-
-
 def trained(strategy: ltx.Strategy, params: Grads, batches: list[Tensor], saved_after: int = -1, **made: Any) -> Any:
-    train = ltx.train_step(ltx.data_parallel(loss, strategy), sgd(), **made)
+    train = ltx.train_step(ltx.data_parallel(loss, strategy), ltx.optim.from_torch(torch.optim.SGD, lr=0.01), **made)
     state = train.init(params)
     for t, x in enumerate(batches):
         if t == saved_after:
