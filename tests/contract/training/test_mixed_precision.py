@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ltx
 from ltx.errors import NotFiniteError, StepError, StrategyError, UnsupportedError
 from tests.contract.strategies.test_failures import BrokenError
-from tests.contract.strategies.test_protocol import Anchored, Gossip, LocalSGD
+from tests.contract.strategies.test_protocol import Gossip, LocalSGD
 from tests.covering import some
 from tests.inside import QAdam, shares_gradients
 from tests.kinds import OnNewAxis, Params, Ranks
@@ -282,13 +282,12 @@ def with_ltx(
     state, scales, skipped = train.init(params()), [], []
     for step in range(STEPS):
         state = pickle.loads(pickle.dumps(state)) if step == reload_at else state
-        before = ltx.tree.map(torch.clone, (state.params, state.opt_state))
+        before = ltx.tree.map(torch.clone, (state.params, state.opt_state, state.sync_state))
         state, metrics = train(state, batch(step, rank))
         scales.append(metrics.loss_scale.item())
         skipped.append(bool(metrics.skipped))
-        same = map(torch.equal, ltx.tree.flatten(before)[0], ltx.tree.flatten((state.params, state.opt_state))[0])
-        if type(strategy) is not Anchored:
-            assert all(same) == skipped[-1]
+        after = state.params, state.opt_state, state.sync_state
+        assert all(map(torch.equal, ltx.tree.flatten(before)[0], ltx.tree.flatten(after)[0])) == skipped[-1]
         assert bool(metrics.loss.isfinite()) != skipped[-1] or not shares_gradients(strategy, step)
         assert state.step == step + 1
     return state.params, scales, skipped
