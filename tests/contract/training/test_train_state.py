@@ -177,11 +177,8 @@ def test_state_dict_goes_both_ways() -> None:
 
 def test_a_checkpoint_of_another_model_is_refused() -> None:
     smaller = ltx.train_step(ltx.data_parallel(lambda p, x: (p["a"] * x).sum()), sgd()).init({"a": torch.ones(3)})
-    with pytest.raises(
-        InputError, match=r"the checkpoint and this state differ in their leaves: \['buffers.seen', "
-    ) as e:
-        trained(1).load_state_dict(smaller.state_dict())
-    assert "Build the state as it was when it was saved." in str(e.value)
+    text = r"this state differ in their leaves: \['buffers.seen', .*\. Build the state as it was when it was saved\."
+    refuses(InputError, "the checkpoint and " + text, trained(1).load_state_dict, smaller.state_dict())
 
 
 def test_a_checkpoint_of_other_shapes_is_refused_and_changes_nothing() -> None:
