@@ -23,6 +23,7 @@ from torch import Tensor
 import ltx
 from ltx.errors import WorldError
 from tests.kinds import Ranks
+from tests.train_on import refuses
 
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "coming-from" / "lightning-names.md"
@@ -232,9 +233,6 @@ def test_behind_every_row_stands_a_test() -> None:
         assert name in {item.name for item in defined if isinstance(item, ast.FunctionDef)}, node
 
 
-# --- what no other test shows: utilities.distributed ------------------------------------------------------------------
-
-
 # --- the strategies' methods ------------------------------------------------------------------------------------------
 
 
@@ -268,8 +266,7 @@ def test_ranks_may_use_different_parameters(ranks: Ranks) -> None:
 
 def test_ddps_own_arguments_are_refused() -> None:
     for name in ("find_unused_parameters", "static_graph", "bucket_cap_mb", "gradient_as_bucket_view"):
-        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
-            ltx.DDPStrategy(**{name: True})
+        refuses(TypeError, f"unexpected keyword argument '{name}'", ltx.DDPStrategy, **{name: True})
 
 
 def test_baguas_fields() -> None:

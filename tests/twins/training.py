@@ -55,6 +55,13 @@ def run(train: Any, module: nn.Module, batches: list[Any]) -> tuple[Tensor, Para
     return found.losses, found.params
 
 
+def by_train_step(step: Callable[..., Any], params: Any, *batch: Any) -> Any:
+    """The gradients by which a train step has moved the parameters."""
+    train = ltx.train_step(step if isinstance(step, ltx.DataParallel) else ltx.data_parallel(step), sgd(1.0))
+    state, _ = train(train.init(params), *batch)
+    return ltx.tree.map(lambda before, now: before - now, params, state.params)
+
+
 def mean_step(module: nn.Module, strategy: ltx.Strategy | None = None, **kwargs: Any) -> ltx.DataParallel:
     return ltx.data_parallel(plain_step(module), strategy, **kwargs)
 

@@ -110,36 +110,28 @@ def test_bad_arguments(calls: dict[str, list[public.Call]], name: str) -> None:
     refused()
 
 
+def failures(calls: list[public.Call], run: Callable[[public.Call, dict[int | str, Any]], Any]) -> list[str]:
+    """Of each call with each bad value at each place."""
+    failed = []
+    for one, place, said in ((call, place, said) for call in calls for place in call.places() for said in BAD):
+        try:
+            returns_or_refuses(lambda one=one, place=place, said=said: run(one, {place: BAD[said]()}))
+        except Exception as error:
+            failed.append(f"{place}: {said}: {type(error).__name__}: {error}")
+    return failed
+
+
 # The same few checks stand behind all of them.
 @pytest.mark.covering(1, of=lambda name: (NAMES.index(name) // 6,))
 @pytest.mark.parametrize("name", NAMES)
 def test_each_bad_value_at_each_place(calls: dict[str, list[public.Call]], name: str) -> None:
-    failed = []
-    for call in calls[name]:
-        for place in call.places():
-            for said, make in BAD.items():
-                try:
-                    returns_or_refuses(lambda call=call, place=place, make=make: call.run({place: make()}))
-                except Exception as error:
-                    failed.append(f"{place}: {said}: {type(error).__name__}: {error}")
-    assert not failed
+    assert not failures(calls[name], lambda call, bad: call.run(bad))
 
 
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", ["ltx.psum", "ltx.all_gather", "ltx.ppermute", "ltx.sync_gradients", "ltx.train_step"])
 def test_on_simulated_ranks(calls: dict[str, list[public.Call]], name: str) -> None:
-    failed = []
-    for call in calls[name]:
-        for place in call.places():
-            for said, make in BAD.items():
-                bad = {place: make()}
-                try:
-                    returns_or_refuses(
-                        lambda call=call, bad=bad: ltx.vmap(lambda x: (call.run(bad), x)[1])(torch.ones(2))
-                    )
-                except Exception as error:
-                    failed.append(f"{place}: {said}: {type(error).__name__}: {error}")
-    assert not failed
+    assert not failures(calls[name], lambda call, bad: ltx.vmap(lambda x: (call.run(bad), x)[1])(torch.ones(2)))
 
 
 @pytest.mark.parametrize(

@@ -408,9 +408,8 @@ def test_states_that_dont_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=re.escape("was saved as float32[5, 1], and is float32[5, 2] in the state")):
         ltx.checkpoint.load(tmp_path, other)
     more = train.init({**plain_start(train).params, "more": torch.zeros(1)})
-    with pytest.raises(InputError, match=re.escape("isn't in the checkpoint")) as e:
-        ltx.checkpoint.load(tmp_path, more)
-    assert "It was saved by 1 ranks with DDPStrategy(" in str(e.value)
+    text = r"isn't in the checkpoint.*It was saved by 1 ranks with DDPStrategy\("
+    refuses(InputError, text, ltx.checkpoint.load, tmp_path, more)
     with pytest.raises(CheckpointError, match="there is no checkpoint of step 7 under"):
         ltx.checkpoint.load(tmp_path, plain_start(train), step=7)
     zero = plain_train(ltx.ZeroStrategy())

@@ -122,12 +122,16 @@ def everywhere(y: Tensor, n: int) -> Tensor:
     return y.expand(n, *y.shape)
 
 
-def sum_of(xs: Tensor) -> Tensor:
-    return everywhere(xs.sum(0), len(xs))
+def to_all(f: Fn) -> Fn:
+    """What all ranks get alike."""
+    return lambda xs: everywhere(f(xs), len(xs))
 
 
-def mean_of(xs: Tensor) -> Tensor:
-    return everywhere(xs.mean(0), len(xs))
+sum_of, mean_of = to_all(lambda xs: xs.sum(0)), to_all(lambda xs: xs.mean(0))
+
+
+def beside_each_other(xs: Tensor) -> Tensor:
+    return torch.cat(xs.unbind(), 1)
 
 
 def on_each(f: Callable[[Tensor, int], Tensor], xs: Tensor) -> Tensor:
@@ -138,6 +142,10 @@ def groups(n: int) -> list[list[int]]:
     """Of 1, 2 and 3 ranks [[0]], [[1, 0]] and [[2, 0], [1]]."""
     alone = [1] if n > 2 else []
     return [[rank for rank in reversed(range(n)) if rank not in alone], *([alone] if alone else [])]
+
+
+def within_groups(collective: Callable[..., Tensor]) -> Fn:
+    return lambda x: collective(x, axis_index_groups=groups(ltx.axis_size()))
 
 
 def in_groups(f: Fn, xs: Tensor) -> Tensor:
@@ -259,34 +267,17 @@ LOG_SUM_EXP = collectives.Rule(
 accumulated = ltx.accumulate(ltx.data_parallel(batch_loss), steps=2)
 
 EVERY: dict[str, Any] = {"dtypes": ALL, "whole": WHOLE}
+EAGERLY, BY_GRAD = {**EVERY, "compiled": ()}, {**EVERY, "compiled": ("grad",)}
 PSUM = Op("psum", ltx.psum, sum_of, compiled=("grad", "hvp", "vmap of grad"), **EVERY)
 DATA_PARALLEL = Op("data_parallel", data_parallel(), rank_losses, replicated=True)
 ROUNDED = replace(DATA_PARALLEL, compiled=("grad",))
 
 OPS = (
     PSUM,
-    Op("psum of a constant", lambda x: x * ltx.psum(torch.ones(())), lambda xs: xs * len(xs), compiled=(), **EVERY),
-    Op(
-        "psum scaled",
-        lambda x: ltx.psum(x, prescale=2, postscale=-3),
-        lambda xs: -6 * sum_of(xs),
-        compiled=("grad",),
-        **EVERY,
-    ),
-    Op(
-        "psum in groups",
-        lambda x: ltx.psum(x, axis_index_groups=groups(ltx.axis_size())),
-        lambda xs: in_groups(sum_of, xs),
-        compiled=("grad",),
-        **EVERY,
-    ),
-    Op(
-        "pmean in groups",
-        lambda x: ltx.pmean(x, axis_index_groups=groups(ltx.axis_size())),
-        lambda xs: in_groups(mean_of, xs),
-        compiled=(),
-        **EVERY,
-    ),
+    Op("psum of a constant", lambda x: x * ltx.psum(torch.ones(())), lambda xs: xs * len(xs), **EAGERLY),
+    Op("psum scaled", lambda x: ltx.psum(x, prescale=2, postscale=-3), lambda xs: -6 * sum_of(xs), **BY_GRAD),
+    Op("psum in groups", within_groups(ltx.psum), lambda xs: in_groups(sum_of, xs), **BY_GRAD),
+    Op("pmean in groups", within_groups(ltx.pmean), lambda xs: in_groups(mean_of, xs), **EAGERLY),
     Op("pmean", ltx.pmean, mean_of, **EVERY),
     Op("weighted_mean", lambda x: ltx.weighted_mean(x, weight_of(x)), weighted_mean_of, **EVERY),
     # From outside, copies are inputs of their own and pvary is no more than the identity.
@@ -298,61 +289,41 @@ OPS = (
         from_outside=False,
         **EVERY,
     ),
-    Op("all_gather", ltx.all_gather, lambda xs: everywhere(xs, len(xs)), **EVERY),
-    Op(
-        "all_gather at dim 1",
-        lambda x: ltx.all_gather(x, dim=1),
-        lambda xs: everywhere(xs.movedim(0, 1), len(xs)),
-        compiled=(),
-        **EVERY,
-    ),
-    Op(
-        "all_gather tiled",
-        lambda x: ltx.all_gather(x, dim=1, tiled=True),
-        lambda xs: everywhere(torch.cat(xs.unbind(), 1), len(xs)),
-        compiled=(),
-        **EVERY,
-    ),
+    Op("all_gather", ltx.all_gather, to_all(lambda xs: xs), **EVERY),
+    Op("all_gather at dim 1", lambda x: ltx.all_gather(x, dim=1), to_all(lambda xs: xs.movedim(0, 1)), **EAGERLY),
+    Op("all_gather tiled", lambda x: ltx.all_gather(x, dim=1, tiled=True), to_all(beside_each_other), **EAGERLY),
     Op(
         "all_gather in another order",
         lambda x: ltx.all_gather(x, axis_index_groups=[list(range(ltx.axis_size()))[::-1]]),
-        lambda xs: everywhere(xs.flip(0), len(xs)),
-        compiled=(),
-        **EVERY,
+        to_all(lambda xs: xs.flip(0)),
+        **EAGERLY,
     ),
-    Op("psum_scatter", ltx.psum_scatter, lambda xs: xs.sum(0), compiled=(), **EVERY),
+    Op("psum_scatter", ltx.psum_scatter, lambda xs: xs.sum(0), **EAGERLY),
     Op(
         "psum_scatter tiled",
         lambda x: ltx.psum_scatter(x, dim=1, tiled=True),
         lambda xs: torch.stack(xs.sum(0).chunk(len(xs), 1)),
         **EVERY,
     ),
-    Op(
-        "broadcast",
-        lambda x: ltx.broadcast(x, src=ltx.axis_size() - 1),
-        lambda xs: everywhere(xs[-1], len(xs)),
-        **EVERY,
-    ),
+    Op("broadcast", lambda x: ltx.broadcast(x, src=ltx.axis_size() - 1), to_all(lambda xs: xs[-1]), **EVERY),
     Op("psum_to", lambda x: ltx.psum_to(x, dst=ltx.axis_size() - 1), lambda xs: on_last(xs.sum(0), len(xs)), **EVERY),
     Op("gather", lambda x: ltx.gather(x, dst=ltx.axis_size() - 1), lambda xs: on_last(xs, len(xs)), **EVERY),
     Op(
         "gather tiled",
         lambda x: ltx.gather(x, dim=1, tiled=True, dst=ltx.axis_size() - 1),
-        lambda xs: on_last(torch.cat(xs.unbind(), 1), len(xs)),
-        compiled=(),
-        **EVERY,
+        lambda xs: on_last(beside_each_other(xs), len(xs)),
+        **EAGERLY,
     ),
     Op("scatter", lambda x: ltx.scatter(x, src=ltx.axis_size() - 1), lambda xs: xs[-1], **EVERY),
     Op(
         "scatter tiled",
         lambda x: ltx.scatter(x, dim=1, tiled=True),
         lambda xs: torch.stack(xs[0].chunk(len(xs), 1)),
-        compiled=(),
-        **EVERY,
+        **EAGERLY,
     ),
-    Op("pmax", ltx.pmax, lambda xs: everywhere(xs.amax(0), len(xs)), whole=WHOLE),
-    Op("pmin", ltx.pmin, lambda xs: everywhere(xs.amin(0), len(xs)), compiled=(), whole=WHOLE),
-    Op("pmax of ties", ltx.pmax, lambda xs: everywhere(xs.amax(0), len(xs)), replicated=True, compiled=()),
+    Op("pmax", ltx.pmax, to_all(lambda xs: xs.amax(0)), whole=WHOLE),
+    Op("pmin", ltx.pmin, to_all(lambda xs: xs.amin(0)), compiled=(), whole=WHOLE),
+    Op("pmax of ties", ltx.pmax, to_all(lambda xs: xs.amax(0)), replicated=True, compiled=()),
     Op(
         PREFIX_SUM.name,
         lambda x: collectives.collective(PREFIX_SUM, x, None, lambda x, n: (0,)),
@@ -362,46 +333,33 @@ OPS = (
     Op(
         LOG_SUM_EXP.name,
         lambda x: collectives.collective(LOG_SUM_EXP, x),
-        lambda xs: everywhere(xs.logsumexp(0), len(xs)),
+        to_all(lambda xs: xs.logsumexp(0)),
         dtypes=(torch.float32,),
     ),
-    Op("adasum", ltx.adasum, lambda xs: everywhere(adasum_of(xs), len(xs)), paired=True, dtypes=(torch.float32,)),
+    Op("adasum", ltx.adasum, to_all(adasum_of), paired=True, dtypes=(torch.float32,)),
     Op("all_to_all", lambda x: ltx.all_to_all(x, 1, 0), exchanged, **EVERY),
-    Op(
-        "ppermute in a ring",
-        lambda x: ltx.ppermute(x, ring(ltx.axis_size())),
-        lambda xs: xs.roll(1, 0),
-        compiled=(),
-        **EVERY,
-    ),
+    Op("ppermute in a ring", lambda x: ltx.ppermute(x, ring(ltx.axis_size())), lambda xs: xs.roll(1, 0), **EAGERLY),
     Op(
         "ppermute to one",
         lambda x: ltx.ppermute(x, [(0, ltx.axis_size() - 1)]),
-        lambda xs: on_each(lambda x, rank: xs[0] if rank == len(xs) - 1 else torch.zeros_like(x), xs),
+        lambda xs: on_last(xs[0], len(xs)),
         **EVERY,
     ),
     Op(
         "reduce product",
         lambda x: ltx.reduce(x, "product"),
-        lambda xs: everywhere(xs.prod(0), len(xs)),
+        to_all(lambda xs: xs.prod(0)),
         compiled=(),
         dtypes=(torch.float32,),
         whole=WHOLE,
     ),
     Op("sync_batch_norm", batch_norm, batch_norm_of, compiled=("grad",), dtypes=(torch.float32,)),
-    Op(
-        "axis_index",
-        lambda x: x * ltx.axis_index(),
-        lambda xs: on_each(lambda x, rank: x * rank, xs),
-        compiled=("grad",),
-        **EVERY,
-    ),
+    Op("axis_index", lambda x: x * ltx.axis_index(), lambda xs: on_each(torch.mul, xs), **BY_GRAD),
     Op(
         "shard",
         lambda x: ltx.shard(x, dim=1),
         lambda xs: on_each(lambda x, rank: x.chunk(len(xs), 1)[rank], xs),
-        compiled=("grad",),
-        **EVERY,
+        **BY_GRAD,
     ),
     DATA_PARALLEL,
     replace(ROUNDED, name="data_parallel bf16", apply=data_parallel(comm_hook="bf16"), rounding=2e-2, dtypes=()),
@@ -423,7 +381,7 @@ OPS = (
     Op(
         "data_parallel Weighted",
         weighted_step,
-        lambda ws: everywhere(rank_losses(ws).sum() / sum(range(1, len(ws) + 1)), len(ws)),
+        to_all(lambda ws: rank_losses(ws).sum() / sum(range(1, len(ws) + 1))),
         replicated=True,
         compiled=("grad", "hvp"),
     ),
@@ -447,7 +405,7 @@ OPS = (
     Op(
         "variance over ranks",
         lambda x: ltx.pmean((x - ltx.pmean(x)) ** 2),
-        lambda xs: everywhere(xs.var(0, correction=0), len(xs)),
+        to_all(lambda xs: xs.var(0, correction=0)),
         compiled=(),
         dtypes=(),
     ),

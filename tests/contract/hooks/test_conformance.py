@@ -222,12 +222,8 @@ def parameters() -> Grads:
     return {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
 
 
-def sgd() -> ltx.optim.Optimizer:
-    return ltx.optim.from_torch(torch.optim.SGD, lr=0.01)
-
-
-def trained(strategy: ltx.Strategy, params: Grads, batches: list[Tensor], saved_after: int | None = None) -> Any:
-    train = ltx.train_step(ltx.data_parallel(loss, strategy), sgd())
+def trained(strategy: ltx.Strategy, params: Grads, batches: list[Tensor], saved_after: int = -1, **made: Any) -> Any:
+    train = ltx.train_step(ltx.data_parallel(loss, strategy), ltx.optim.from_torch(torch.optim.SGD, lr=0.01), **made)
     state = train.init(params)
     for t, x in enumerate(batches):
         if t == saved_after:
@@ -255,14 +251,17 @@ def decided(strategy: ltx.Strategy, params: Grads) -> tuple[Tensor, Grads]:
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", some(EVERY, "powersgd 1", "bytegrad", "by path"))
 def test_training(name: str, ranks: Ranks) -> None:
-    """train_step on processes and simulated ranks, saved and restored halfway, by grad_and_value, and accumulated."""
+    """train_step on processes and simulated ranks, saved and restored halfway, by grad_and_value, and accumulated.
+
+    The restored one is updated bucket by bucket.
+    """
     strategy, params = strategy_of(EVERY[name], 700), parameters()
     x, expected = decided(strategy, params)
 
     def on_rank() -> Any:
         mine = list(x[ltx.world().rank])
         whole = trained(strategy, params, mine)
-        restored = trained(strategy, params, mine, saved_after=3)
+        restored = trained(strategy, params, mine, saved_after=3, overlap="update")
         step = ltx.data_parallel(loss, strategy)
         state, by_hand = step.init(params), dict(params)
         for batch in mine:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -16,82 +18,31 @@ from tests.train_on import refuses, trained
 from tests.twins.training import sgd
 
 
+def summed(inputs: BucketInput) -> Any:
+    return CollectiveRequest("psum", inputs.flat)
+
+
+def returned(total: torch.Tensor, inputs: BucketInput) -> Any:
+    return total, inputs.states
+
+
+def four_rows(inputs: BucketInput) -> Any:
+    """For two ranks: a message that could be cut in two all the same."""
+    return CollectiveRequest("all_to_all", torch.nn.functional.pad(inputs.flat, (0, -len(inputs.flat) % 4)).view(4, -1))
+
+
+@dataclass(frozen=True)
 class Wrong(CommHook):
+    """A sum over ranks, or what else it asks for and returns."""
+
+    asks: Callable[[BucketInput], Any] = field(default=summed, repr=False)  # ranks compare what they print
+    returns: Callable[[torch.Tensor, BucketInput], Any] = field(default=returned, repr=False)
+
     def reduce(self, inputs: BucketInput) -> Any:
-        return (yield from self.asks(inputs))
-
-    def asks(self, inputs: BucketInput) -> Any:
-        total = yield CollectiveRequest("psum", inputs.flat)
-        return self.returns(total, inputs)
-
-    def returns(self, total: torch.Tensor, inputs: BucketInput) -> Any:
-        return total, inputs.states
+        return self.returns((yield self.asks(inputs)), inputs)
 
 
-class TooShort(Wrong):
-    def returns(self, total: torch.Tensor, inputs: BucketInput) -> Any:
-        return total[:-1], inputs.states
-
-
-class Doubled(Wrong):
-    def returns(self, total: torch.Tensor, inputs: BucketInput) -> Any:
-        return torch.cat([total, total]), inputs.states
-
-
-class WithoutStates(Wrong):
-    def returns(self, total: torch.Tensor, inputs: BucketInput) -> Any:
-        return total
-
-
-class ReturnsNothing(Wrong):
-    def returns(self, total: torch.Tensor, inputs: BucketInput) -> Any:
-        return None
-
-
-class DoesNotAsk(Wrong):
-    def reduce(self, inputs: BucketInput) -> Any:
-        return inputs.flat, inputs.states
-
-
-class AsksWithoutRequest(Wrong):
-    def asks(self, inputs: BucketInput) -> Any:
-        total = yield inputs.flat
-        return total, inputs.states
-
-
-class InOtherWords(Wrong):
-    def asks(self, inputs: BucketInput) -> Any:
-        total = yield CollectiveRequest("all_reduce", inputs.flat)
-        return total, inputs.states
-
-
-class SendsNoTensor(Wrong):
-    def asks(self, inputs: BucketInput) -> Any:
-        total = yield CollectiveRequest("psum", list(inputs.bucket.members))  # type: ignore[arg-type]
-        return total, inputs.states
-
-
-class WithoutRows(Wrong):
-    def asks(self, inputs: BucketInput) -> Any:
-        part = yield CollectiveRequest("psum_scatter", inputs.flat)
-        return part, inputs.states
-
-
-class RowsOfTwo(Wrong):
-    """Four rows for two ranks: a message that could be cut in two all the same."""
-
-    def asks(self, inputs: BucketInput) -> Any:
-        rows = torch.nn.functional.pad(inputs.flat, (0, -len(inputs.flat) % 4)).view(4, -1)
-        exchanged = yield CollectiveRequest("all_to_all", rows)
-        return exchanged.reshape(-1)[: len(inputs.flat)], inputs.states
-
-
-class ReadsStep(Wrong):
-    def asks(self, inputs: BucketInput) -> Any:
-        total = yield CollectiveRequest("psum", inputs.flat * (1 + inputs.step))
-        return total, inputs.states
-
-
+@dataclass(frozen=True)
 class WithState(Wrong):
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -101,30 +52,56 @@ class WithState(Wrong):
         return {"residual": torch.zeros_like(param)}
 
 
-class LosesState(WithState):
-    def returns(self, total: torch.Tensor, inputs: BucketInput) -> Any:
-        return total, [{} for _ in inputs.states]
+class DoesNotAsk(CommHook):
+    def reduce(self, inputs: BucketInput) -> Any:
+        return inputs.flat, inputs.states
 
 
-class LosesAParameter(WithState):
-    def returns(self, total: torch.Tensor, inputs: BucketInput) -> Any:
-        return total, inputs.states[1:]
-
-
-MISTAKES = {
-    TooShort: r"returned a buffer of shape \[7\] for bucket 0: expected 8 elements",
-    Doubled: r"returned a buffer of shape \[16\] for bucket 0: expected 8 elements",
-    WithoutStates: r"returned a (Batched)?Tensor: expected the reduced buffer and the next states",
-    ReturnsNothing: r"returned a NoneType: expected the reduced buffer",
-    DoesNotAsk: r"returned a tuple and has no yield",
-    AsksWithoutRequest: r"yields a (Batched)?Tensor: expected a request",
-    InOtherWords: r"'all_reduce', \.\.\.\): expected one of 'psum', 'all_gather'",
-    SendsNoTensor: r"'psum', a list\): expected a tensor",
-    WithoutRows: r"'psum_scatter', a buffer of shape \[8\]\): expected a first dimension of 2",
-    RowsOfTwo: r"'all_to_all', a buffer of shape \[4, 2\]\): expected a first dimension of 2",
-    ReadsStep: r"Set reads_step = True",
-    LosesState: r"LosesState\(\) returned states \[\[\], \[\]\] for a bucket of 2 .*: expected \[\['residual'\]",
-    LosesAParameter: r"returned states \[\['residual'\]\] for a bucket of 2 parameters",
+#: Hooks, and what is said of them.
+MISTAKES: dict[str, tuple[CommHook, str]] = {
+    "too short": (
+        Wrong(returns=lambda total, inputs: (total[:-1], inputs.states)),
+        r"returned a buffer of shape \[7\] for bucket 0: expected 8 elements",
+    ),
+    "doubled": (
+        Wrong(returns=lambda total, inputs: (torch.cat([total, total]), inputs.states)),
+        r"returned a buffer of shape \[16\] for bucket 0: expected 8 elements",
+    ),
+    "without states": (
+        Wrong(returns=lambda total, inputs: total),
+        r"returned a (Batched)?Tensor: expected the reduced buffer and the next states",
+    ),
+    "returns nothing": (Wrong(returns=lambda total, inputs: None), r"returned a NoneType: expected the reduced buffer"),
+    "doesn't ask": (DoesNotAsk(), r"returned a tuple and has no yield"),
+    "asks without a request": (Wrong(lambda inputs: inputs.flat), r"yields a (Batched)?Tensor: expected a request"),
+    "in other words": (
+        Wrong(lambda inputs: CollectiveRequest("all_reduce", inputs.flat)),
+        r"'all_reduce', \.\.\.\): expected one of 'psum', 'all_gather'",
+    ),
+    "sends no tensor": (
+        Wrong(lambda inputs: CollectiveRequest("psum", list(inputs.bucket.members))),  # type: ignore[arg-type]
+        r"'psum', a list\): expected a tensor",
+    ),
+    "without rows": (
+        Wrong(lambda inputs: CollectiveRequest("psum_scatter", inputs.flat)),
+        r"'psum_scatter', a buffer of shape \[8\]\): expected a first dimension of 2",
+    ),
+    "four rows": (
+        Wrong(four_rows, lambda rows, inputs: (rows.reshape(-1)[: len(inputs.flat)], inputs.states)),
+        r"'all_to_all', a buffer of shape \[4, 2\]\): expected a first dimension of 2",
+    ),
+    "reads the step": (
+        Wrong(lambda inputs: CollectiveRequest("psum", inputs.flat * (1 + inputs.step))),
+        r"Set reads_step = True",
+    ),
+    "loses a state": (
+        WithState(returns=lambda total, inputs: (total, [{} for _ in inputs.states])),
+        r"WithState\(\) returned states \[\[\], \[\]\] for a bucket of 2 .*: expected \[\['residual'\]",
+    ),
+    "loses a parameter": (
+        WithState(returns=lambda total, inputs: (total, inputs.states[1:])),
+        r"returned states \[\['residual'\]\] for a bucket of 2 parameters",
+    ),
 }
 
 
@@ -136,24 +113,26 @@ def train(hook: CommHook, x: torch.Tensor) -> torch.Tensor:
     return trained(step, sgd(0.1), {"w": torch.ones(5), "b": torch.zeros(3)}, [x] * 3).params["w"]
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda cls: cls.__name__)
-def test_a_mistake_is_named(mistake: type[CommHook], ranks: Ranks, seed: int) -> None:
-    hook, x = mistake(), torch.randn(2, 5)
-    refuses(StrategyError, MISTAKES[mistake], ltx.vmap(lambda x: train(hook, x)), x)
-    refuses(CallFailedError, MISTAKES[mistake], ranks(2).run, lambda: train(hook, x[ltx.world().rank]))
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named(mistake: str, ranks: Ranks, seed: int) -> None:
+    (hook, text), x = MISTAKES[mistake], torch.randn(2, 5)
+    refuses(StrategyError, text, ltx.vmap(lambda x: train(hook, x)), x)
+    refuses(CallFailedError, text, ranks(2).run, lambda: train(hook, x[ltx.world().rank]))
     assert ranks(2).run(lambda: train(WithState(), x[0])).replicated().shape == (5,)  # the ranks live on
 
 
 @pytest.mark.full(but=1)
-@pytest.mark.parametrize("mistake", [ReadsStep, TooShort, WithoutRows], ids=lambda cls: cls.__name__)
-def test_a_mistake_is_named_in_a_graph(mistake: type[CommHook], ranks: Ranks, seed: int) -> None:
+@pytest.mark.parametrize("mistake", ["reads the step", "too short", "without rows"])
+def test_a_mistake_is_named_in_a_graph(mistake: str, ranks: Ranks, seed: int) -> None:
+    hook, text = MISTAKES[mistake]
+
     def run() -> torch.Tensor:
-        step = ltx.data_parallel(lambda p, x: (p["w"] * x).sum() + p["b"].sum(), ltx.DDPStrategy(comm_hook=mistake()))
+        step = ltx.data_parallel(lambda p, x: (p["w"] * x).sum() + p["b"].sum(), ltx.DDPStrategy(comm_hook=hook))
         params = {"w": torch.ones(5), "b": torch.zeros(3)}
         return torch.compile(lambda p, x: ltx.grad(step)(p, x)["w"], backend="aot_eager", fullgraph=True)(params, x)
 
     x = torch.randn(5)
-    refuses(CallFailedError, MISTAKES[mistake], ranks(2).run, run)
+    refuses(CallFailedError, text, ranks(2).run, run)
 
 
 class Alternating(CommHook):

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import ltx
 from ltx.errors import ReplicaDivergedError
 from tests.kinds import Params, Ranks
-from tests.train_on import go_on, said
+from tests.train_on import go_on, said, trained
 
 Pair = tuple[Params, Params]
 
@@ -87,8 +87,7 @@ def physics() -> Pair:
     params, x, _ = problem()
     leaves = {k: p.clone().requires_grad_() for k, p in params.items()}
     found = torch.autograd.grad(residual(leaves, x), list(leaves.values()), materialize_grads=True)
-    train = ltx.train_step(ltx.data_parallel(residual), ltx.optim.from_torch(torch.optim.SGD, lr=0.01))
-    state, _ = train(train.init(params), ltx.shard(x))
+    state, _ = trained(residual, ltx.optim.from_torch(torch.optim.SGD, lr=0.01), params, [ltx.shard(x)])
     return state.params, {k: p - 0.01 * g for (k, p), g in zip(params.items(), found, strict=True)}
 
 

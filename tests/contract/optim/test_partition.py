@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pickle
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adafactor, AdamW, Muon
+from torch.optim import SGD, Adafactor, AdamW
 
 import ltx
 from ltx.errors import OptimError, StrategyError
@@ -66,25 +65,6 @@ def test_each_group_is_as_alone(donate: bool, labels: Any, seed: int) -> None:
     assert state["others"].count == 3
 
 
-def test_matrices_by_muon_and_the_rest_by_adamw(seed: int) -> None:
-    params, x, y = problem()
-    shapes = {name: "matrices" if p.dim() == 2 else "rest" for name, p in params.items()}
-    made = partition({"matrices": from_torch(Muon, lr=0.1), "rest": adamw}, shapes)
-    state, own = made.init(params), {name: p.clone().requires_grad_() for name, p in params.items()}
-    others: list[Any] = [
-        Muon([p for p in own.values() if p.dim() == 2], lr=0.1),
-        AdamW([p for p in own.values() if p.dim() != 2], lr=1e-2, weight_decay=0.1),
-    ]
-    for _ in range(3):
-        grads = torch.func.grad(loss_fn)(params, x, y)
-        params, state = made.apply(grads, state, params)
-        for name, p in own.items():
-            p.grad = grads[name].clone()
-        for optimizer in others:
-            optimizer.step()
-    torch.testing.assert_close(params, {name: p.detach() for name, p in own.items()}, rtol=1e-5, atol=1e-7)
-
-
 def test_clipping_before_takes_the_norm_of_all_and_inside_that_of_the_group() -> None:
     params, grads = {"a": torch.zeros(1), "b": torch.zeros(1)}, {"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}
     plain, clip = from_torch(SGD, lr=1.0), clip_by_global_norm(1.0)
@@ -93,19 +73,6 @@ def test_clipping_before_takes_the_norm_of_all_and_inside_that_of_the_group() ->
     for made, expected in ((before, (-0.6, -0.8)), (inside, (-1.0, -4.0))):
         after, _ = made.apply(grads, made.init(params), params)
         torch.testing.assert_close(torch.cat([after["a"], after["b"]]), torch.tensor(expected), rtol=1e-5, atol=0)
-
-
-def test_each_schedule_counts_its_own_steps_and_goes_on_from_a_checkpoint(tmp_path: Path, seed: int) -> None:
-    params, x, y = problem()
-    warm = from_torch(SGD, lr=lambda step: 0.1 * step)
-    made = partition({"biases": warm, "others": adamw}, BIASES)
-    train = ltx.train_step(ltx.data_parallel(loss_fn), made)
-    with ltx.init():
-        state, _ = train(train.init(params), x, y)
-        ltx.checkpoint.save(tmp_path, state)
-        state, _ = train(state, x, y)
-        again, _ = train(ltx.checkpoint.load(tmp_path, train.init(params)).state, x, y)
-        assert same_bits(dict(state.params), dict(again.params))
 
 
 def test_horovod_scales_the_rate_of_each(ranks: Ranks, seed: int) -> None:
@@ -241,12 +208,6 @@ def test_frozen_parameters_in_a_compiled_step(seed: int) -> None:
     compiled, _ = torch.compile(train, backend="aot_eager")(train.init(params), x, y)
     eager, _ = train(train.init(params), x, y)
     torch.testing.assert_close(dict(compiled.params), dict(eager.params), rtol=1e-4, atol=1e-6)
-
-
-def test_a_name_with_brackets_is_that_name() -> None:
-    params = {"layers[0]": torch.zeros(1), "layers[1]": torch.zeros(1)}
-    made = partition({"0": sgd, "1": adamw}, {"layers[0]": "0", "layers[1]": "1"})
-    assert set(made.init(params)) == {"0", "1"}
 
 
 def test_a_class_of_another_author_for_a_group() -> None:

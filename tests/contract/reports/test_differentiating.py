@@ -21,6 +21,8 @@ from ltx.optim import from_torch
 from tests import train_on
 from tests.contract.optim.cases import DENSE_CASES, Case
 from tests.kinds import Params
+from tests.twins import cases
+from tests.twins.training import by_train_step
 
 # torch's own: what its forward mode imports, and its vmap of lerp_.
 pytestmark = [
@@ -83,30 +85,10 @@ def slope(f: Callable[[Params], float], params: Params, direction: Params) -> fl
     return (at(1e-6) - at(-1e-6)) / 2e-6
 
 
-def by_autograd(f: Any, params: Params, xs: Tensor) -> Params:
-    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
-    return dict(zip(params, torch.autograd.grad(f(leaves, xs), list(leaves.values())), strict=True))
-
-
-def by_backward(f: Any, params: Params, xs: Tensor) -> Params:
-    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
-    f(leaves, xs).backward()
-    return {name: p.grad for name, p in leaves.items()}
-
-
-def by_train_step(f: Any, params: Params, xs: Tensor) -> Params:
-    train = ltx.train_step(f, from_torch(SGD, lr=1.0))
-    state, _ = train(train.init(params), xs)
-    return {name: params[name] - p for name, p in state.params.items()}
-
-
 WAYS: dict[str, Callable[[Any, Params, Tensor], Params]] = {
-    "autograd.grad": by_autograd,
-    "backward": by_backward,
-    "func.grad": lambda f, params, xs: torch.func.grad(f)(params, xs),
+    **cases.WAYS,
     "func.vjp": lambda f, params, xs: torch.func.vjp(lambda p: f(p, xs), params)[1](torch.ones((), dtype=xs.dtype))[0],
     "ltx.grad": lambda f, params, xs: ltx.grad(f)(params, xs),
-    "ltx.grad_and_value": lambda f, params, xs: ltx.grad_and_value(f)(params, xs)[0],
     "train_step": by_train_step,
 }
 

@@ -17,6 +17,7 @@ import ltx
 from ltx.optim import from_torch
 from tests.kinds import Ranks
 from tests.train_on import trained
+from tests.twins.training import by_train_step
 
 MANY = 64
 NARROW = [torch.bfloat16, torch.float16]
@@ -47,11 +48,6 @@ def by_backward(f: Any, w: Tensor, x: Tensor) -> Tensor:
     f(leaf, x).backward()
     assert leaf.grad is not None
     return leaf.grad
-
-
-def by_train_step(f: Any, w: Tensor, x: Tensor) -> Tensor:
-    train = ltx.train_step(ltx.data_parallel(f), sgd)
-    return w - train(train.init(w), x)[0].params
 
 
 WAYS: dict[str, Callable[..., Tensor]] = {

@@ -17,6 +17,7 @@ import torch
 import ltx
 from ltx.errors import CallFailedError, LtxError
 from tests.kinds import Ranks, Started
+from tests.train_on import refuses
 from tests.twins.training import sgd
 
 HEARTBEAT_S = 3.0
@@ -140,8 +141,7 @@ def test_a_worker_that_hears_of_a_failure_before_the_call_has_failed(ranks: Rank
                     time.sleep(1.5)  # longer than it takes to hear that rank 1 has failed
 
     pool = ranks(3)
-    with pytest.raises(CallFailedError, match="wait for each other"):
-        pool.run(run)
+    refuses(CallFailedError, "wait for each other", pool.run, run)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert pool.run(lambda: float(ltx.psum(torch.ones(())))).replicated() == 3
@@ -150,8 +150,7 @@ def test_a_worker_that_hears_of_a_failure_before_the_call_has_failed(ranks: Rank
 def test_a_worker_that_is_not_in_the_call_joins_a_new_world(ranks: Ranks) -> None:
     def run() -> int:
         if int(ltx.axis_index()) > 0:
-            with pytest.raises(LtxError, match="wait for each other"):
-                ltx.psum(torch.ones(3))
+            refuses(LtxError, "wait for each other", ltx.psum, torch.ones(3))
             ltx.init()
         return ltx.world().size
 

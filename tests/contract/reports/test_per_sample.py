@@ -14,7 +14,7 @@ from torch import Tensor
 import ltx
 from ltx.errors import TreeError
 from tests.kinds import Ranks
-from tests.train_on import refuses
+from tests.train_on import refuses, trained
 from tests.twins.training import sgd
 
 LENGTHS = {"one": 1.0, "three": 3.0, "five": 5.0, "seven": 7.0}
@@ -117,7 +117,6 @@ def test_nodes_of_torchs_pytree(seed: int) -> None:
     grads = ltx.grad(ltx.data_parallel(lambda p, x: (p.columns["z"] * x.first).sum()))(Table(z=a, a=b), Pair(b, 0.0))
     assert torch.equal(grads.columns["z"], b)
     assert not grads.columns["a"].any()
-    train = ltx.train_step(ltx.data_parallel(lambda p, x: (p.first * x + 0 * p.second).sum()), sgd(1.0))
-    state, _ = train(train.init(Pair(a, b)), b)
+    state, _ = trained(lambda p, x: (p.first * x + 0 * p.second).sum(), sgd(1.0), Pair(a, b), [b])
     assert torch.allclose(state.params.first, a - b)
     assert torch.equal(state.params.second, b)

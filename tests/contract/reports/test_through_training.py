@@ -57,14 +57,6 @@ def made(step: Any = loss, strategy: Any = None, **options: Any) -> Any:
     return ltx.train_step(ltx.data_parallel(step, *([] if strategy is None else [strategy])), SGD, **options)
 
 
-def functional(f: Any, params: Any, decay: Tensor) -> tuple[Any, Tensor]:
-    return torch.func.grad(f, argnums=(0, 1))(params, decay)
-
-
-def ltxs(f: Any, params: Any, decay: Tensor) -> tuple[Any, Tensor]:
-    return ltx.grad(f, argnums=(0, 1))(params, decay)
-
-
 def plain(f: Any, params: Any, decay: Tensor) -> tuple[Any, Tensor]:
     w, by = params["w"].clone().requires_grad_(), decay.clone().requires_grad_()
     grads = torch.autograd.grad(f({"w": w}, by), (w, by))
@@ -100,8 +92,8 @@ def dual(f: Any, params: Any, decay: Tensor) -> tuple[Any, Tensor]:
 WAYS: dict[str, Any] = {
     "dual numbers": dual,
     "func.jvp": forward,
-    "func.grad": functional,
-    "ltx.grad": ltxs,
+    "func.grad": lambda f, *at: torch.func.grad(f, argnums=(0, 1))(*at),
+    "ltx.grad": lambda f, *at: ltx.grad(f, argnums=(0, 1))(*at),
     "autograd": plain,
     "backward": computed,
 }

@@ -124,15 +124,6 @@ def test_outer_states_are_the_same_everywhere(ranks: Ranks, tmp_path: Path) -> N
     assert not one.params["a"].equal(other.params["a"])
 
 
-def test_with_rate_1_and_without_momentum_it_is_local_sgd(ranks: Ranks) -> None:
-    adam, pool = ltx.optim.from_torch(torch.optim.Adam, lr=0.1), ranks(2)
-    outer = pool.run(trained, ltx.DiLoCoStrategy(1, 1.0, 0.0), 6, torch.float64, optimizer=adam)
-    mean = pool.run(trained, ltx.LocalSGDStrategy(1), 6, torch.float64, optimizer=adam)
-    for (one, _), (other, _) in zip(outer, mean, strict=True):
-        torch.testing.assert_close(one.params, other.params)
-        torch.testing.assert_close(ltx.tree.flatten(one.opt_state)[0], ltx.tree.flatten(other.opt_state)[0])
-
-
 def test_half_precision_has_wide_anchors() -> None:
     """Where nobody moves, the anchor stays as it is: what bfloat16 rounds off of it is no outer gradient."""
     still = trainer(ltx.DiLoCoStrategy(1), ltx.optim.from_torch(torch.optim.SGD, lr=0.0))

@@ -48,10 +48,6 @@ def fails_once(strategy: ltx.Strategy, fails_at: int) -> tuple[list[type], bool,
     return raised, kept, state.params
 
 
-def undisturbed(strategy: ltx.Strategy) -> dict[str, Tensor]:
-    return fails_once(strategy, -1)[2]
-
-
 NODES = {"hierarchical": True, "node_size": 2}
 #: Strategies whose ranks communicate in step 2, of their parameters, of their updates, or in several phases.
 TALKING: dict[str, ltx.Strategy] = {
@@ -76,7 +72,7 @@ def test_peers_are_told_and_the_step_can_be_done_again(name: str, sockets: bool,
     assert (raised, raised_1) == ([DeadlockDetectedError], [BrokenError])
     assert kept
     assert kept_1
-    expected, expected_1 = on_new_axis(lambda: undisturbed(strategy), sockets=sockets)
+    expected, expected_1 = on_new_axis(lambda: fails_once(strategy, -1)[2], sockets=sockets)
     torch.testing.assert_close(params, expected, rtol=0, atol=0)
     torch.testing.assert_close(params_1, expected_1, rtol=0, atol=0)
 

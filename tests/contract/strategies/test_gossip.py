@@ -173,19 +173,6 @@ def test_a_broadcast_state_knows_its_neighbours(ranks: Ranks) -> None:
         torch.testing.assert_close(after, before)
 
 
-@pytest.mark.full
-def test_ranks_without_data_come_to_agree(ranks: Ranks) -> None:
-    """Where nobody learns anything, gossip makes weights equal."""
-
-    def run() -> Tensor:
-        batches = [torch.full((5,), float(ltx.axis_index()))] * 3 + [torch.zeros(5)] * 57
-        return go_on(RING, RING.init(torch.zeros(5)), batches).params
-
-    weights = torch.stack(list(ranks(3).run(run)))
-    assert weights.abs().max() > 0.1
-    torch.testing.assert_close(weights, weights.mean(0).expand_as(weights), rtol=0, atol=1e-4)
-
-
 @pytest.mark.parametrize("fields", [{}, {"peer_selection_mode": "shift_one"}, NODES], ids=str)
 def test_weights_of_several_dtypes_travel(fields: dict[str, Any], ranks: Ranks, seed: int) -> None:
     results = list(ranks(2).run(trained, "decentralized", seed, first_bucket_bytes=40, **fields))

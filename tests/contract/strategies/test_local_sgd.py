@@ -244,8 +244,7 @@ def of_all_kinds(strategy: ltx.Strategy) -> tuple[Params, Params]:
         return scale * sum(x.double().square().sum() for x in p.values())
 
     optimizer = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
-    train = ltx.train_step(ltx.data_parallel(loss, strategy), optimizer)
-    state, _ = train(train.init(params))
+    state, _ = trained(loss, optimizer, params, [()], strategy)
     expected = {k: (x - 0.1 * 2 * 1.5 * x.double()).to(x.dtype) for k, x in params.items()}
     return state.params, expected
 

@@ -153,10 +153,6 @@ class Undeclared(ltx.Strategy):
     cycle = (1, 1)
 
 
-def in_compiled(train: Any) -> Any:
-    return torch.compile(train, backend="eager")
-
-
 @pytest.mark.parametrize("way", ["one rank", "simulated", "compiled"])
 def test_ranks_that_differ_have_a_layout(way: str) -> None:
     train = trainer(Undeclared())
@@ -168,7 +164,7 @@ def test_ranks_that_differ_have_a_layout(way: str) -> None:
         return
     state, _ = train(train.init(params), inputs[0, 0])
     with pytest.raises(Exception, match=re.escape(text)):  # Dynamo's in a graph, with the text
-        (in_compiled(train) if way == "compiled" else train)(state, inputs[1, 0])
+        (torch.compile(train, backend="eager") if way == "compiled" else train)(state, inputs[1, 0])
 
 
 PAIR = "Returns.after_update must return (params, states), states a dict by path, got "

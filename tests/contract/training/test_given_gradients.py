@@ -8,21 +8,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import grad, grad_and_value, vmap
+from torch.func import grad_and_value
 from torch.nn.functional import cross_entropy
 
 import ltx
 from ltx.errors import StepError
 from ltx.optim import from_torch
+from tests.contract.optim.test_partition import NET, loss_fn, problem
 from tests.kinds import Params, Ranks
 from tests.train_on import refuses, trained
 
-NET = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 SGD = from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
-
-
-def loss_fn(params: Params, x: Tensor, y: Tensor) -> Tensor:
-    return cross_entropy(ltx.functional_call(NET, params, (x,)), y)
 
 
 def gradients(params: Params, x: Tensor, y: Tensor) -> tuple[Params, Tensor]:
@@ -34,14 +30,6 @@ def by_backward(params: Params, x: Tensor, y: Tensor) -> tuple[Params, Tensor]:
     loss = loss_fn(leaves, x, y)
     loss.backward()
     return {name: p.grad for name, p in leaves.items() if p.grad is not None}, loss
-
-
-def problem() -> tuple[Params, Tensor, Tensor]:
-    """Rank 0's, on every rank."""
-    made: tuple[Params, Tensor, Tensor] = ltx.broadcast(
-        ({name: torch.randn_like(p) for name, p in NET.named_parameters()}, torch.randn(16, 4), torch.randint(3, (16,)))
-    )
-    return made
 
 
 def both(
@@ -106,25 +94,6 @@ def test_in_micro_batches_on_simulated_ranks(seed: int) -> None:
     torch.testing.assert_close(by_grads, by_loss)
 
 
-def test_dp_sgd_is_that_of_one_process(ranks: Ranks, seed: int) -> None:
-    def clipped(params: Params, x: Tensor, y: Tensor) -> tuple[Params, Tensor]:
-        each = vmap(grad(loss_fn), in_dims=(None, 0, 0))(params, x[:, None], y[:, None])
-        norms = torch.stack([g.flatten(1).square().sum(1) for g in each.values()]).sum(0).sqrt()
-        factors = (0.5 / norms).clamp(max=1.0) / len(norms)
-        return {k: torch.einsum("n,n...->...", factors, g) for k, g in each.items()}, loss_fn(params, x, y)
-
-    def both() -> tuple[Params, Params]:
-        params, x, y = problem()
-        found = trained(ltx.data_parallel(clipped, returns="grads"), SGD, params, [ltx.shard((x, y))] * 3)
-        own = SGD.init(params)
-        for _ in range(3):
-            params, own = SGD.apply(clipped(params, x, y)[0], own, params)
-        return dict(found.params), params
-
-    found, expected = ranks(2).run(both)[1]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-
-
 def test_unequal_batches(ranks: Ranks, seed: int) -> None:
     def summed(params: Params, x: Tensor, y: Tensor) -> tuple[Params, ltx.Weighted]:
         total = grad_and_value(lambda p: len(x) * loss_fn(p, x, y))
@@ -140,20 +109,6 @@ def test_unequal_batches(ranks: Ranks, seed: int) -> None:
 
     found, mean, expected, loss = ranks(2).run(both)[1]
     torch.testing.assert_close((found, mean), (expected, loss), rtol=1e-4, atol=1e-6)
-
-
-def test_evolution_strategies_need_no_derivative(seed: int) -> None:
-    def steps(params: Params, x: Tensor) -> tuple[Params, Tensor]:
-        def score(w: Tensor) -> Tensor:
-            return (w - 3.0).round().abs().sum() + 0 * x.sum()  # flat almost everywhere
-
-        noise = torch.randn(200, 2)
-        scores = torch.stack([score(params["w"] + each) for each in noise])
-        return {"w": ((scores - scores.mean())[:, None] * noise).mean(0)}, score(params["w"])
-
-    sgd = from_torch(torch.optim.SGD, lr=0.3)
-    found = trained(ltx.data_parallel(steps, returns="grads"), sgd, {"w": torch.zeros(2)}, [torch.zeros(1)] * 40)
-    assert found.losses[-1] <= 1
 
 
 def antithetic(params: Params, noise: Tensor) -> tuple[Params, Tensor]:
@@ -223,8 +178,7 @@ def test_the_first_parameters_dtype_rounds_no_other_gradient() -> None:
 
 def test_gradients_that_are_not_finite_are_seen() -> None:
     step = ltx.data_parallel(lambda p: ({"w": p["w"] * torch.inf}, p["w"].sum()), returns="grads")
-    train = ltx.train_step(step, SGD, guard="skip")
-    state, metrics = train(train.init({"w": torch.ones(2)}))
+    state, (metrics,) = trained(step, SGD, {"w": torch.ones(2)}, [()], guard="skip")
     assert metrics.skipped
     assert state.params["w"].tolist() == [1.0, 1.0]
 
@@ -237,7 +191,7 @@ def test_a_modules_own_parameters_are_refused() -> None:
     train = ltx.train_step(ltx.data_parallel(forgetful, returns="grads"), SGD)
     state = train.init(dict(NET.named_parameters()))
     with pytest.raises(
-        StepError, match=r"'2\.weight' of Sequential, a parameter of shape .* that isn't one of its arguments"
+        StepError, match=r"'3\.weight' of Sequential, a parameter of shape .* that isn't one of its arguments"
     ):
         train(state, torch.randn(2, 4), torch.tensor([0, 1]))
 

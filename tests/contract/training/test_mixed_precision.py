@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ltx
 from ltx.errors import NotFiniteError, StepError, StrategyError, UnsupportedError
 from tests.contract.strategies.test_failures import BrokenError
-from tests.contract.strategies.test_protocol import Anchored, Gossip, LocalSGD
+from tests.contract.strategies.test_protocol import Gossip, LocalSGD
 from tests.covering import some
 from tests.inside import QAdam, shares_gradients
 from tests.kinds import OnNewAxis, Params, Ranks
@@ -145,30 +145,28 @@ def test_gradients_travel_in_the_reduce_dtype(
 
 # --- training --------------------------------------------------------------------------------------------------------
 
-TRAINS: dict[str, Callable[[ltx.DataParallel], Any]] = {
-    "plain": lambda step: ltx.train_step(step, adamw()),
-    "scaled": lambda step: ltx.train_step(step, adamw()),
-    "overlap": lambda step: ltx.train_step(step, adamw(), overlap="update"),
-    "accumulated": lambda step: ltx.train_step(ltx.accumulate(step, 4), adamw()),
-    "dynamic": lambda step: ltx.train_step(step, adamw()),
-    "dynamic, kept": lambda step: ltx.train_step(step, adamw(), donate=False),
+#: A scale of the loss, and what the train step is made with.
+TRAINS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "plain": (None, {}),
+    "scaled": (1024.0, {}),
+    "overlap": (1024.0, {"overlap": "update"}),
+    "accumulated": (None, {}),
+    "dynamic": (DYNAMIC, {}),
+    "dynamic, kept": (DYNAMIC, {"donate": False}),
 }
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", some(TRAINS, "scaled", "accumulated", "dynamic"))
 def test_training_in_bfloat16_is_near_training_in_float32(name: str, ranks: Ranks, seed: int) -> None:
-    scale = DYNAMIC if "dynamic" in name else 1024.0 if name in ("scaled", "overlap") else None
+    scale, made_with = TRAINS[name]
 
-    def run(precision: ltx.Precision | None) -> Any:
-        def build(module: nn.Module) -> Any:
-            step = mean_step(module)
-            return TRAINS[name](step if precision is None else ltx.mixed_precision(step, precision))
-
-        return on_a_rank(build, seed, (16, 16))
+    def build(module: nn.Module) -> Any:
+        step: Any = ltx.mixed_precision(mean_step(module), replace(BF16, loss_scale=scale))
+        return ltx.train_step(ltx.accumulate(step, 4) if name == "accumulated" else step, adamw(), **made_with)
 
     def both() -> Any:
-        return run(replace(BF16, loss_scale=scale)), on_a_rank(lambda m: TRAINS["plain"](mean_step(m)), seed, (16, 16))
+        return [on_a_rank(made, seed, (16, 16)) for made in (build, lambda m: ltx.train_step(mean_step(m), adamw()))]
 
     (losses, after), (expected, _) = ranks(2).run(both).replicated()
     assert losses.dtype == torch.float32
@@ -284,13 +282,12 @@ def with_ltx(
     state, scales, skipped = train.init(params()), [], []
     for step in range(STEPS):
         state = pickle.loads(pickle.dumps(state)) if step == reload_at else state
-        before = ltx.tree.map(torch.clone, (state.params, state.opt_state))
+        before = ltx.tree.map(torch.clone, (state.params, state.opt_state, state.sync_state))
         state, metrics = train(state, batch(step, rank))
         scales.append(metrics.loss_scale.item())
         skipped.append(bool(metrics.skipped))
-        same = map(torch.equal, ltx.tree.flatten(before)[0], ltx.tree.flatten((state.params, state.opt_state))[0])
-        if type(strategy) is not Anchored:
-            assert all(same) == skipped[-1]
+        after = state.params, state.opt_state, state.sync_state
+        assert all(map(torch.equal, ltx.tree.flatten(before)[0], ltx.tree.flatten(after)[0])) == skipped[-1]
         assert bool(metrics.loss.isfinite()) != skipped[-1] or not shares_gradients(strategy, step)
         assert state.step == step + 1
     return state.params, scales, skipped
@@ -472,8 +469,7 @@ def test_the_scale_stays_above_its_least_value_and_then_raises() -> None:
 
 def test_metrics_without_dynamic_scaling_have_none() -> None:
     for precision in (BF16, replace(BF16, loss_scale=8)):
-        train = ltx.train_step(ltx.mixed_precision(STEP, precision), sgd())
-        _, metrics = train(train.init(params()), torch.ones(2, 4))
+        _, (metrics,) = trained(ltx.mixed_precision(STEP, precision), sgd(), params(), [torch.ones(2, 4)])
         assert (metrics.loss_scale, metrics.skipped) == (None, None)
 
 
@@ -567,6 +563,9 @@ def test_asking_cant_be_compiled() -> None:
         torch.compile(train, backend="aot_eager", fullgraph=True)(train.init(params()), batch(0, 0))
 
 
+SCALE = "None, an ltx.DynamicLossScale or a finite number of more than 0"
+
+
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
@@ -574,14 +573,8 @@ def test_asking_cant_be_compiled() -> None:
         ({"compute": "bf16"}, "Precision.compute must be one of torch.float16, "),
         ({"reduce": torch.float32}, "Precision.reduce must be None (the parameters' own dtype"),
         ({"output": 3}, "Precision.output must be None or one of "),
-        (
-            {"loss_scale": 0},
-            "Precision.loss_scale must be None, an ltx.DynamicLossScale or a finite number of more than 0, got 0",
-        ),
-        (
-            {"loss_scale": True},
-            "Precision.loss_scale must be None, an ltx.DynamicLossScale or a finite number of more than 0, got T",
-        ),
+        ({"loss_scale": 0}, f"Precision.loss_scale must be {SCALE}, got 0"),
+        ({"loss_scale": True}, f"Precision.loss_scale must be {SCALE}, got T"),
         ({"loss_scale": "dynamic"}, "of more than 0, got 'dynamic'"),
         ({"keep": 1}, "Precision.keep must be a tuple of positions of arguments, such as (1,), got 1"),
     ],

@@ -12,7 +12,7 @@ import ltx
 from ltx.errors import StepError
 from tests.contract.base.test_containers import Output
 from tests.kinds import Ranks
-from tests.train_on import in_all_worlds, refuses
+from tests.train_on import in_all_worlds, refuses, trained
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=1.0)
 XS = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -31,8 +31,7 @@ def test_aux_and_buffers(outputs: Any, weighted: bool, ranks: Ranks) -> None:
 
     def run(x: Tensor) -> Any:
         plain = ltx.data_parallel(step, outputs=outputs)
-        train = ltx.train_step(plain, SGD, has_aux=True)
-        state, metrics = train(train.init(torch.tensor(1.0), torch.tensor(0.0)), x)
+        state, (metrics,) = trained(plain, SGD, torch.tensor(1.0), [x], buffers=torch.tensor(0.0), has_aux=True)
         value = plain(torch.tensor(1.0), torch.tensor(0.0), x)
         assert metrics.aux.pop("text") == value[2].pop("text") == "kept"
         return metrics.loss, metrics.aux, state.buffers, value[1], value[2]
@@ -83,8 +82,7 @@ def test_what_a_model_returns_holds_its_loss(make: Any, ranks: Ranks) -> None:
         w, plain = torch.tensor(1.0), ltx.data_parallel(step)
         found: list[Tensor] = []
         for has_aux in (False, True):
-            train = ltx.train_step(plain, SGD, has_aux=has_aux)
-            state, metrics = train(train.init(w), x)
+            state, (metrics,) = trained(plain, SGD, w, [x], has_aux=has_aux)
             found += [metrics.loss, 1.0 - state.params]
         assert not metrics.aux["logits"].requires_grad
         value = plain(w, x)

@@ -177,11 +177,8 @@ def test_state_dict_goes_both_ways() -> None:
 
 def test_a_checkpoint_of_another_model_is_refused() -> None:
     smaller = ltx.train_step(ltx.data_parallel(lambda p, x: (p["a"] * x).sum()), sgd()).init({"a": torch.ones(3)})
-    with pytest.raises(
-        InputError, match=r"the checkpoint and this state differ in their leaves: \['buffers.seen', "
-    ) as e:
-        trained(1).load_state_dict(smaller.state_dict())
-    assert "Build the state as it was when it was saved." in str(e.value)
+    text = r"this state differ in their leaves: \['buffers.seen', .*\. Build the state as it was when it was saved\."
+    refuses(InputError, "the checkpoint and " + text, trained(1).load_state_dict, smaller.state_dict())
 
 
 def test_a_checkpoint_of_other_shapes_is_refused_and_changes_nothing() -> None:
@@ -267,12 +264,6 @@ def test_every_read_of_a_donated_state_raises(name: str) -> None:
     state, _ = train(best, x)
     refuses(DonatedStateError, r"this TrainState \(step 0\) was donated .* copy\.deepcopy\(state\)", READS[name], best)
     assert (best.step, state.step) == (0, 1)
-
-
-def test_a_step_from_it_raises_too() -> None:
-    train, best, x = made()
-    train(best, x)
-    refuses(DonatedStateError, r"this TrainState \(step 0\) was donated", train, best, x)
 
 
 USES: dict[str, Callable[[torch.Tensor], Any]] = {

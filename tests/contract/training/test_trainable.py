@@ -171,39 +171,6 @@ def test_hooks_of_parameters_are_refused(way: str, hook: str) -> None:
     train.init(net)
 
 
-def test_a_module_whose_tensors_are_taken_over(ranks: Ranks) -> None:
-    """No second copy: the state is in the module's memory, and the module has its values."""
-
-    def run() -> tuple[bool, Any]:
-        torch.manual_seed(7 + ltx.axis_index())  # other values on every rank
-        net = torch.nn.Sequential(Tied(), torch.nn.BatchNorm1d(5))
-        net[1].bias.requires_grad_(False)
-        places = {name: p.data_ptr() for name, p in net.named_parameters()}
-        buffers = {name: b.clone() for name, b in net.named_buffers()}
-
-        def loss(params: Any, buffers: Any, x: torch.Tensor) -> Any:
-            buffers = {name: b.clone() for name, b in buffers.items()}
-            return functional_call(net, (params, buffers), (x,)).square().mean(), buffers
-
-        train = ltx.train_step(ltx.data_parallel(loss), adamw())
-        state = train.init(net, buffers)
-        alone = ltx.axis_size() == 1
-        same = not alone or {n: state.params[n].data_ptr() for n in places} == places
-        x = torch.tensor([1, 2, 3])
-        state, _ = go_on(train, state, [x] * 2)
-        back = net.eval()
-        assert back[0].head.weight is back[0].embedding.weight
-        assert [p.requires_grad for p in back.parameters()] == [True, True, False]
-        assert torch.equal(back[1].running_mean, state.buffers["1.running_mean"])
-        return same, back(x).detach()
-
-    same, out = run()
-    assert same
-    assert out.isfinite().all()
-    on_ranks = ranks(2).run(run)
-    assert torch.equal(on_ranks[0][1], on_ranks[1][1])
-
-
 def test_to_module_refuses_another_model() -> None:
     with pytest.raises(TreeError, match="the state has 'x', and Linear has no parameter or buffer of that name"):
         ltx.to_module(torch.nn.Linear(2, 2), {"x": torch.ones(2)})

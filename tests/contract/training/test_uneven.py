@@ -13,7 +13,7 @@ from torch.func import grad_and_value
 import ltx
 from ltx.errors import AxisError, DataError, InputError
 from tests.kinds import Ranks, Started
-from tests.train_on import loop_of_torch, refuses, said
+from tests.train_on import loop_of_torch, mine, refuses, said, trained
 from tests.twins import training
 from tests.twins.training import sgd, weighted_step, whole
 
@@ -172,20 +172,16 @@ def test_training_by_samples_is_one_process_with_all_batches(ranks: Ranks, seed:
 
     def run() -> tuple[Tensor, Any]:
         module, batches = training.problem(seed, sizes, 4)
-        rank = ltx.world().rank
-        mine = [by_rank[rank] for by_rank in batches][: counts[rank]]
+        given = [mine(by_rank) for by_rank in batches][: mine(counts)]
         by_size = weighted_step(module).fn
 
         def step(params: Any, x: Tensor, y: Tensor, weight: Tensor) -> ltx.Weighted:
             total, count = by_size(params, x, y)
             return ltx.Weighted(total * (weight > 0), count * (weight > 0))
 
-        train = ltx.train_step(ltx.data_parallel(step), sgd())
-        state, losses = train.init(dict(module.named_parameters())), []
-        for batch, weight in ltx.uneven(mine):
-            state, metrics = train(state, *batch, weight)
-            losses.append(metrics.loss)
-        return torch.stack(losses), state.params
+        turns = ((*batch, weight) for batch, weight in ltx.uneven(given))
+        found = trained(step, sgd(), dict(module.named_parameters()), turns)
+        return found.losses, found.params
 
     losses, params = ranks(3).run(run).replicated()
     module, batches = training.problem(seed, sizes, 4)
@@ -220,17 +216,13 @@ def test_losses_that_are_nan_on_placeholders(name: str, grad_and_value: Any, ran
     torch.testing.assert_close(first, want)
     torch.testing.assert_close(second, grad_and_value(norms)(w, batches[1][1]))
 
-    def train() -> tuple[list[Tensor], Tensor]:
-        train = ltx.train_step(ltx.data_parallel(SAFE[name]), sgd(lr=0.5))
-        state, losses = train.init(w), []
-        for x, weight in ltx.uneven(batches[ltx.axis_index()]):
-            state, metrics = train(state, x, weight)
-            losses.append(metrics.loss)
-        return losses, state.params
+    def train() -> tuple[Tensor, Tensor]:
+        found = trained(SAFE[name], sgd(lr=0.5), w, ltx.uneven(mine(batches)))
+        return found.losses, found.params
 
-    losses, trained = ranks(2).run(train).replicated()
-    assert torch.isfinite(torch.stack(losses)).all()
-    torch.testing.assert_close(trained, w - 0.5 * (first[0] + second[0]))  # norms is linear in w
+    losses, after = ranks(2).run(train).replicated()
+    assert torch.isfinite(losses).all()
+    torch.testing.assert_close(after, w - 0.5 * (first[0] + second[0]))  # norms is linear in w
 
 
 def test_what_torch_where_on_the_loss_saves_and_what_not(ranks: Ranks, seed: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.func import grad, vmap
+from torch.func import grad
 
 import ltx
 from ltx.errors import StepError
@@ -106,27 +106,6 @@ def test_accumulate_and_block_commute(way: str, seed: int) -> None:
 
 
 # --- differential privacy: per-sample gradients, clipped, then averaged ----------------------------------------------
-
-
-def clipped(step: Any, params: Params, x: Tensor, y: Tensor) -> Params:
-    """The mean over samples of their gradients, each of norm 0.5 at most."""
-    grads = vmap(grad(step), in_dims=(None, 0, 0))(params, x[:, None], y[:, None])
-    norms = torch.stack([g.flatten(1).square().sum(1) for g in grads.values()]).sum(0).sqrt()
-    factors = (0.5 / norms).clamp(max=1.0)
-    return {name: torch.einsum("n,n...->...", factors, g) / len(x) for name, g in grads.items()}
-
-
-def private(seed: int) -> Params:
-    module, batches = CASES["mlp"].build(seed, 2)
-    step = ltx.data_parallel(plain_step(module), STRATEGIES["small buckets"])
-    local = clipped(ltx.block_backward_sync(step), params_of(module), *batches[ltx.world().rank])
-    return ltx.sync_gradients(local, STRATEGIES["small buckets"])[0]
-
-
-def test_private_gradients(ranks: Ranks, seed: int) -> None:
-    module, batches = CASES["mlp"].build(seed, 2)
-    expected = clipped(plain_step(module), params_of(module), *(torch.cat(p) for p in zip(*batches, strict=True)))
-    assert_close(ranks(2).run(private, seed).replicated(), expected)
 
 
 def test_error() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,13 +31,12 @@ def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
     return (params["w"] * x).square().sum() + params["b"]
 
 
-def backward(params: dict[str, Tensor], x: Tensor) -> None:
-    wanted = {name: p.detach().requires_grad_() for name, p in params.items()}
-    ltx.data_parallel(loss)(wanted, x).backward()
+def backward(step: Any, params: dict[str, Tensor], x: Tensor) -> None:
+    step({name: p.clone().requires_grad_() for name, p in params.items()}, x).backward()
 
 
-def train(params: dict[str, Tensor], x: Tensor) -> None:
-    stepped = ltx.train_step(ltx.data_parallel(loss), sgd(0.1))
+def train(step: Any, params: dict[str, Tensor], x: Tensor) -> None:
+    stepped = ltx.train_step(step, sgd(0.1))
     state = stepped.init(params)
     for name, p in params.items():
         state.params[name].copy_(p)  # broken again, as a stray update would
@@ -48,28 +48,24 @@ def train(params: dict[str, Tensor], x: Tensor) -> None:
         raise
 
 
-def over_samples(params: dict[str, Tensor], x: Tensor) -> None:
-    torch.func.vmap(torch.func.grad(ltx.data_parallel(loss)), in_dims=(None, 0))(params, torch.stack([x, x]))
-
-
-def over_models(params: dict[str, Tensor], x: Tensor) -> None:
+def over_models(step: Any, params: dict[str, Tensor], x: Tensor) -> None:
     stacked = {name: torch.stack([torch.zeros_like(p), p]) for name, p in params.items()}
-    torch.func.vmap(torch.func.grad(ltx.data_parallel(loss)), in_dims=(0, None))(stacked, x)
+    torch.func.vmap(torch.func.grad(step), in_dims=(0, None))(stacked, x)
 
 
-def local_gradients(params: dict[str, Tensor], x: Tensor) -> None:
-    ltx.data_parallel(torch.func.grad(loss), returns="grads")(params, x)
-
-
-WAYS: dict[str, Callable[[dict[str, Tensor], Tensor], Any]] = {
+#: A step's first differentiated call, in each way that there is.
+FIRST: dict[str, Callable[[Any, dict[str, Tensor], Tensor], Any]] = {
     "backward": backward,
-    "grad": lambda p, x: torch.func.grad(ltx.data_parallel(loss))(p, x),
-    "hessian": lambda p, x: torch.func.hessian(ltx.data_parallel(loss))(p, x),
-    "jvp of grad": lambda p, x: torch.func.jvp(lambda q: torch.func.grad(ltx.data_parallel(loss))(q, x), (p,), (p,)),
-    "vmap over samples": over_samples,
+    "torch.func.grad": lambda step, p, x: torch.func.grad(step)(p, x),
+    "ltx.grad": lambda step, p, x: ltx.grad(step)(p, x),
+    "hessian": lambda step, p, x: torch.func.hessian(step)(p, x),
+    "vmap": lambda step, p, x: torch.func.vmap(torch.func.grad(step), in_dims=(None, 0))(p, x.expand(2, 3)),
+    "accumulate": lambda step, p, x: ltx.grad(ltx.accumulate(step, 3))(p, x),
+    'returns="grads"': lambda step, p, x: ltx.data_parallel(torch.func.grad(step.fn), returns="grads")(p, x),
+}
+WAYS = FIRST | {
+    "jvp of grad": lambda step, p, x: torch.func.jvp(lambda q: torch.func.grad(step)(q, x), (p,), (p,)),
     "vmap over models": over_models,
-    "accumulate": lambda p, x: torch.func.grad(ltx.accumulate(ltx.data_parallel(loss), steps=1))(p, x[None]),
-    'returns="grads"': local_gradients,
     "train_step": train,
 }
 
@@ -78,13 +74,13 @@ WAYS: dict[str, Callable[[dict[str, Tensor], Tensor], Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_parameters_that_differ(on_new_axis: OnNewAxis, way: str) -> None:
     def run() -> tuple[str, list[float]]:
-        x = torch.ones(3)
-        WAYS[way](P, x)  # known
+        call, x = partial(WAYS[way], ltx.data_parallel(loss)), torch.ones(3)
+        call(P, x)  # known
         mine = dict(P, w=P["w"] + torch.tensor([0.0, 0.25, -0.5]) * ltx.axis_index())
         with pytest.raises(ReplicaDivergedError) as caught, ltx.debug_checks():
-            WAYS[way](mine, x)
+            call(mine, x)
         with ltx.debug_checks():
-            WAYS[way](P, x)
+            call(P, x)
         return str(caught.value), ltx.psum(torch.ones(2)).tolist()
 
     text, after = on_new_axis(run).replicated()
@@ -202,29 +198,12 @@ def test_replicas_that_may_differ(on_new_axis: OnNewAxis) -> None:
     assert list(on_new_axis(run)) == [[2.0, 14.0], [4.0, 4.0 + 1.0 + 16.0 + 1.0]]
 
 
-def calls_that_differentiate() -> dict[str, Callable[[Any, dict[str, Tensor], Tensor], object]]:
-    """A step's first differentiated call, in each way that there is."""
-
-    def backward(step: Any, p: dict[str, Tensor], x: Tensor) -> None:
-        step({name: leaf.clone().requires_grad_() for name, leaf in p.items()}, x).backward()
-
-    return {
-        "backward": backward,
-        "torch.func.grad": lambda step, p, x: torch.func.grad(step)(p, x),
-        "ltx.grad": lambda step, p, x: ltx.grad(step)(p, x),
-        "hessian": lambda step, p, x: torch.func.hessian(step)(p, x),
-        "vmap": lambda step, p, x: torch.func.vmap(torch.func.grad(step), in_dims=(None, 0))(p, x.expand(2, 3)),
-        "accumulate": lambda step, p, x: ltx.grad(ltx.accumulate(step, 3))(p, x),
-        'returns="grads"': lambda step, p, x: ltx.data_parallel(torch.func.grad(step.fn), returns="grads")(p, x),
-    }
-
-
 def test_the_first_call_compares_parameters(on_new_axis: OnNewAxis) -> None:
     """Ranks that start from their own values are told so, by name, before anything is reduced; equal ones go on."""
 
     def run() -> dict[str, tuple[str, bool]]:
         told = {}
-        for name, call in calls_that_differentiate().items():
+        for name, call in FIRST.items():
             mine = {name: p + ltx.axis_index() for name, p in P.items()}
             step = ltx.data_parallel(lambda p, x: loss(p, x))
             text = ""

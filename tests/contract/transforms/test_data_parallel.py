@@ -122,14 +122,6 @@ def test_ways_to_wrap(wrap: Any) -> None:
     assert step(AB, torch.ones(2)) == scaled(AB, torch.ones(2))
 
 
-def test_outputs() -> None:
-    assert on_two(ltx.data_parallel(scaled), AB).tolist() == [8.0, 21.0]
-    assert on_two(ltx.data_parallel(scaled, outputs="mean"), AB).tolist() == [14.5, 14.5]
-    step = ltx.data_parallel(lambda p, x: {"loss": scaled(p, x), "count": x.sum().int(), "name": "n"}, outputs="mean")
-    outputs = on_two(step, AB)
-    assert (outputs["loss"].tolist(), outputs["count"].tolist(), outputs["name"]) == ([14.5, 14.5], [3, 8], "n")
-
-
 def test_gradients_with_respect_to_the_batch_are_the_ranks_own() -> None:
     grads = on_two(torch.func.grad(ltx.data_parallel(scaled), argnums=1), AB)
     assert grads.tolist() == [[2.0, 3.0]] * 2

@@ -20,7 +20,7 @@ from tests import train_on
 from tests.kinds import Ranks
 from tests.train_on import refuses
 from tests.twins.cases import Params, params_of, seeded
-from tests.twins.training import sgd
+from tests.twins.training import by_train_step, sgd
 
 LR = 0.5
 
@@ -459,12 +459,6 @@ def by_autograd(loss: Any, params: Any) -> Any:
     leaves, spec = ltx.tree.flatten(params)
     leaves = [x.requires_grad_() for x in leaves]
     return ltx.tree.unflatten(spec, torch.autograd.grad(loss(ltx.tree.unflatten(spec, leaves)), leaves))
-
-
-def by_train_step(loss: Any, params: Any) -> Any:
-    train = ltx.train_step(ltx.data_parallel(loss), sgd(lr=1.0))
-    state, _ = train(train.init(params))
-    return ltx.tree.map(lambda before, now: before - now, params, state.params)
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,6 @@ def adasum(arrays: list[Array]) -> Array:
     return arrays[0] if half == 0 else pair(adasum(arrays[:half]), adasum(arrays[half:]))
 
 
-def exactly(mean_part: Array) -> Array:
-    return mean_part
-
-
 def fp16(mean_part: Array) -> Array:
     return mean_part.astype(np.float32).astype(np.float16)
 
@@ -41,7 +37,7 @@ def averaged(
     factor: Callable[[int], float] = lambda n: 1.0,
     lr: Callable[[int], float] | None = None,
     passes: int = 1,
-    sent: Callable[[Array], Array] = exactly,
+    sent: Callable[[Array], Array] = lambda mean_part: mean_part,
 ) -> Reference:
     """One update every `passes` steps, with factor(n) times the ranks' mean of the sum of their gradients."""
 
