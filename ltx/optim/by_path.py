@@ -200,10 +200,7 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Mapping[str, str] | C
     if isinstance(labels, Mapping) and all(isinstance(each, str) for pair in labels.items() for each in pair):
         return Partition(tuple(optimizers.items()), tuple(labels.items()))
     if isinstance(labels, Mapping) or not callable(labels):
-        raise OptimError(
-            f"partition: labels must be patterns of paths with their labels, or a function of a path, got "
-            f"{brief(labels)}."
-        )
+        raise OptimError(f"partition: labels are a dict by patterns of paths, or a function, got {brief(labels)}.")
     return Partition(tuple(optimizers.items()), labels)
 
 
@@ -273,12 +270,16 @@ def from_torch(
     shared = {"lr": lr, "start_step": start_step, **kwargs}
     if groups is None:
         return optimizers.from_torch(cls, **shared)
+    what = f"from_torch({getattr(cls, '__name__', cls)}): "
+    named = groups.values() if isinstance(groups, Mapping) else ()
+    own: Mapping[str, Mapping[str, Any]]
+    if not isinstance(groups, Iterable) or isinstance(groups, Tensor) or not all(isinstance(g, Mapping) for g in named):
+        raise OptimError(f"{what}groups are dicts by patterns of paths, or torch's list of dicts, got {brief(groups)}.")
     if isinstance(groups, Mapping):
-        own = {pattern: {**group} for pattern, group in groups.items()} | ({} if "*" in groups else {"*": {}})
-        labels = {pattern: pattern for pattern in own}
+        own, labels = {**groups, "*": groups.get("*", {})}, {pattern: pattern for pattern in (*groups, "*")}
     else:
-        own, labels = _torch_groups(f"from_torch({cls.__name__}): ", groups)
-    return partition({label: optimizers.from_torch(cls, **shared | group) for label, group in own.items()}, labels)
+        own, labels = _torch_groups(what, groups)
+    return partition({label: optimizers.from_torch(cls, **{**shared, **group}) for label, group in own.items()}, labels)
 
 
 def _torch_groups(what: str, groups: Any) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:

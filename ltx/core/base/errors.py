@@ -240,9 +240,9 @@ def message_of(error: BaseException) -> str:
         return f"<no text: its __str__ raised {type(broken).__name__}>"
 
 
-def said_of(error: BaseException) -> str:
-    """What peers are told of `error`: the first cause, so that an error that goes from rank to rank doesn't nest."""
-    return getattr(error, "told", "") or f"{type(error).__name__}: {message_of(error)}"
+def said_of(why: BaseException | str) -> str:
+    """What peers are told of an error: the first cause, so that an error that goes from rank to rank doesn't nest."""
+    return getattr(why, "told", "") or (why if isinstance(why, str) else f"{type(why).__name__}: {message_of(why)}")
 
 
 def __dir__() -> list[str]:

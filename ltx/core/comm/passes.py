@@ -211,13 +211,11 @@ class Passes:
 
     def leave(self, why: BaseException | str, sent: int, what: str = "") -> None:
         """Leave a step or pass, before which this rank had `sent` so many collectives, because of an exception."""
-        alone = all(axis.size == 1 for axis in self._comm.peers.own.axes)  # nobody can be out of step with this rank
-        failed = any(channel.failed for channel in self._comm.channels)
-        if isinstance(why, OF_PEERS) or failed or (sent != self.sent() and not alone):
-            self.end_world(why, what)
+        failed = isinstance(why, OF_PEERS) or any(channel.failed for channel in self._comm.channels)
+        if failed or (sent != self.sent() and any(axis.size > 1 for axis in self._comm.peers.own.axes)):
+            self.end_world(why, what)  # a rank that is alone can't be out of step with another
         elif self.failed is None:
-            text = why if isinstance(why, str) else said_of(why)
-            self.raised, self._raised_at = Raised(self.call, text, what or self._what), self._calls()
+            self.raised, self._raised_at = Raised(self.call, said_of(why), what or self._what), self._calls()
             self._comm.peers.tell(wait=True)  # a peer that finds this rank elsewhere reads why
 
     @contextmanager
@@ -231,9 +229,8 @@ class Passes:
 
     def end_world(self, why: BaseException | str, what: str = "") -> None:
         """This rank issues nothing more on any axis of its world, because of an exception in a pass, or in `what`."""
-        text = why if isinstance(why, str) else said_of(why)
         for axis in list(self._comm.peers.own.axes):
-            axis.passes.fail(Failed(text, isinstance(why, PeerLostError), what or self._what))
+            axis.passes.fail(Failed(said_of(why), isinstance(why, PeerLostError), what or self._what))
         self._comm.peers.tell()
 
     def fail(self, failed: Failed) -> None:

@@ -103,7 +103,7 @@ class StepSettings(Readable):
     precision: Any = None
 
     def __post_init__(self) -> None:
-        check_fields(self, StepError, "argnums")
+        check_fields(self, StepError, "argnums", "blocked")
         if not callable(self.fn):
             raise StepError(f"data_parallel wraps a function, got {type(self.fn).__name__}.")
         if isinstance(self.fn, torch.nn.Module) and next(self.fn.parameters(), None) is not None:

@@ -240,8 +240,8 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         "ltx.DiLoCoStrategy": [Call(ltx.DiLoCoStrategy, 4, 0.7, 0.9, "allreduce", 1, adam, 0.5, 1, **common)],
         "ltx.ZeroStrategy": [Call(ltx.ZeroStrategy, **common)],
         # --- transformations
-        # Two fields are those that block_backward_sync and mixed_precision set.
-        "ltx.DataParallel": [Call(ltx.DataParallel, loss, ddp, 0, then=_stepped, free=("blocked", "precision"))],
+        # The precision is what mixed_precision sets.
+        "ltx.DataParallel": [Call(ltx.DataParallel, loss, ddp, 0, then=_stepped, free=("precision",))],
         "ltx.data_parallel": [
             Call(ltx.data_parallel, loss, ddp, axis="data", then=_differentiated),
             Call(ltx.data_parallel, grads_fn, returns="grads", then=_stepped),
@@ -370,8 +370,7 @@ def calls(folder: Path) -> dict[str, list[Call]]:
             )
         ],
         "ltx.optim.from_torch": [
-            # Of groups that are no collection Python itself says so.
-            Call(optim.from_torch, torch.optim.AdamW, lr=0.1, weight_decay=0.0, then=_optimized, free=("groups",)),
+            Call(optim.from_torch, torch.optim.AdamW, lr=0.1, weight_decay=0.0, then=_optimized),
             Call(adam.init, params()),
             Call(adam.update, params(), adam.init(params()), params()),
             Call(adam.apply, params(), adam.init(params()), params()),
