@@ -364,11 +364,11 @@ def make_plan(
         if agreement is not None and agreement.plan:
             known: Plan = agreement.plan[0]
             return replace(known, step=step) if stateful_hook(hook) else known
-        for on in () if background else dict.fromkeys((axis, *hook.axes(axis))):  # all ranks open them together
+        axes = dict.fromkeys((axis, *hook.axes(axis)))  # asking for them opens them, which all ranks do together
+        for on in () if background else axes:
             on.ranks.open_phases(phases_on(hook, axis.size))
     order = tuple(agreement.offer) if agreement is not None else tuple(arrival())
-    sizes = owner.sizes
-    on_streams = any(map(axis.ranks.stream_of, set(map(itemgetter(2), leaves))))
+    sizes, on_streams = owner.sizes, any(map(axis.ranks.stream_of, set(map(itemgetter(2), leaves))))
     if sizes[0] == HOST_BYTES and not background and on_streams:
         sizes = (STREAM_BYTES, sizes[1])
     groups, each = by_path(owner, hook, paths, order, grouped)
