@@ -458,10 +458,9 @@ class Channel:
                 work, value, finish = entry.start(*given)
         except RuntimeError as error:
             if is_out_of_memory(error):  # only this rank failed: its peers would pair its next collective with this one
-                self.failed = RankMismatchError(
-                    f"rank {self.rank}: {label} on axis {self.axis_name!r} couldn't be issued for want of memory, and "
-                    "its peers may have issued theirs."
-                )
+                self.failed = RankMismatchError(f"rank {self.rank}: {label} couldn't be issued for want of memory.")
+                for axis in [axis for axis in self.peers.own.axes if self in axis.channels]:
+                    axis.passes.end_world(self.failed, label)  # its peers, which may wait already, are told
             self.explain(error, self.begun, label, "could not be issued")
             raise
         if ordered:

@@ -219,12 +219,12 @@ class Passes:
             self._comm.peers.tell(wait=True)  # a peer that finds this rank elsewhere reads why
 
     @contextmanager
-    def aborted_by(self, *kinds: type[BaseException]) -> Iterator[None]:
-        """A context in which an error of one of these `kinds` ends the world."""
+    def aborted_by(self, *kinds: type[BaseException], what: str = "") -> Iterator[None]:
+        """A context in which an error of one of these `kinds` ends the world, for which peers may wait in `what`."""
         try:
             yield
         except kinds as error:
-            self.end_world(error)
+            self.end_world(error, what)
             raise
 
     def end_world(self, why: BaseException | str, what: str = "") -> None:

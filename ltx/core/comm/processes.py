@@ -39,7 +39,8 @@ class ProcessRanks(AxisComm):
             return tuple(fresh(rule.after(wait(), x, self.rank, self.size, static), x) for wait, x in pairs)
         xs = [x if private.has_memory(x) else private.in_memory(x) for x in xs]
         with private.below_modes():
-            works = [self._issue(rule, static, x) for x in xs]
+            with self.passes.aborted_by(torch.OutOfMemoryError, MemoryError, what=rule.name):
+                works = [self._issue(rule, static, x) for x in xs]
             return tuple(self._finished(rule, static, x, work.wait()) for x, work in zip(xs, works, strict=True))
 
     def _issue(self, rule: Rule, static: Static, x: torch.Tensor) -> Work:
