@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from ltx.core.base.callers import called, caller
-from ltx.core.base.errors import PeerLostError, RankMismatchError, StoreGoneError
+from ltx.core.base.errors import DeadlockDetectedError, PeerLostError, RankMismatchError, StoreGoneError
 from ltx.core.comm.axis_comm import AxisComm
 from ltx.core.comm.channel import Channel
 from ltx.core.comm.peers import BUCKETS, PATIENCE_S, under_way
@@ -128,7 +128,7 @@ class Negotiation(Members):
         in_pass |= place.startswith(BUCKETS)
         try:
             self.check_peers(what, in_pass, now=bool(self.gone("dead")))
-        except PeerLostError:
+        except (DeadlockDetectedError, PeerLostError):  # a peer may have come, and have left afterwards
             if not self._store.has(place):
                 raise
         with in_wait_for(what):

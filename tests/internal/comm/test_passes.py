@@ -15,6 +15,8 @@ import torch
 
 import ltx
 from ltx.core import comm
+from ltx.core.comm.peers import BUCKETS
+from ltx.core.comm.store_exchange import StoreExchange
 from ltx.errors import LtxError, StepLeftOutError
 from ltx.peers.watcher import Watcher
 from tests.kinds import OnNewAxis, Started, Tell
@@ -131,6 +133,40 @@ def test_what_all_ranks_raise_before_anything_was_sent_changes_nothing(sockets: 
     for same, raised, params, undisturbed in on_new_axis(run, sockets=sockets):
         assert (same, raised) == (True, ["BrokenError: bad batch"] * 2)
         assert params == undisturbed
+
+
+def test_who_came_and_left_the_step_has_come(on_new_axis: OnNewAxis) -> None:
+    """Both ranks compare a plan, and raise: the slower one hears that its peer has left before it reads the plan."""
+
+    def run() -> list[str]:
+        axis, heard = _axis_comm(), list[BaseException]()
+        check, has = type(axis.peers).check_peers, StoreExchange.has
+
+        def checked(*args: Any, **kwargs: Any) -> None:
+            try:
+                check(*args, **kwargs)
+            except LtxError as error:
+                heard.append(error)
+                raise
+
+        def late(self: Any, place: str, ranks: Any = None) -> bool:
+            hidden = place.startswith(BUCKETS) and ranks is not None and not heard
+            return not hidden and has(self, place, ranks)
+
+        def broken(w: torch.Tensor) -> torch.Tensor:
+            raise BrokenError("on every rank")
+
+        train = ltx.train_step(ltx.data_parallel(broken), SGD)
+        state = train.init(torch.ones(3))
+        with pytest.MonkeyPatch.context() as patch:
+            if axis.rank == 0:
+                patch.setattr(type(axis.peers), "check_peers", checked)
+                patch.setattr(StoreExchange, "has", late)
+            return [raised_by(train, state), *map(str, heard)]
+
+    (late, *heard), (first,) = on_new_axis(run)
+    assert late == first == "BrokenError: on every rank"
+    assert "rank 1 has left step 0 of the training" in heard[0]
 
 
 def test_who_has_left_a_step_with_all_others_waits_for_them(on_new_axis: OnNewAxis) -> None:
