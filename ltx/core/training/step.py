@@ -251,11 +251,8 @@ class EagerStep(Step):
             with torch.no_grad():  # recording views in autograd would be costly
                 done, summed = self._backward(work, work.run.schedule)
         else:
-            among, local = (
-                work.run.known.within or self.info.axis,
-                self.train.step.strategy.hook(self.info.step) is None,
-            )
-            summed, divisor = work.mean_at_once(among, local)
+            local = self.train.step.strategy.hook(self.info.step) is None
+            summed, divisor = work.mean_at_once(work.run.known.within or self.info.axis, local)
             with self._calls.in_pass():
                 done = work.run_alone(divisor)
         return done, summed if mean is None else mean, buffers, aux
