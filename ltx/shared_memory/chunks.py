@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 CHUNK_BYTES = (1 << 20) + (1 << 12)  # a bucket of 4 MiB in eight bits a number, and the head of its message
 #: Each rank reduces all of a buffer of at most so many bytes, which takes less time than one more wait for the others.
-SMALL_BYTES = 1 << 12
+SMALL_BYTES = 1 << 16
 
 
 class Chunk(NamedTuple):
@@ -19,7 +19,8 @@ class Chunk(NamedTuple):
     numel: int
     dtype: torch.dtype
     given: torch.Tensor | None  # this rank's input
-    take: Callable[[list[torch.Tensor]], object]  # copies this rank's part of the result out of all ranks' slots
+    # Copies this rank's part of the result out of all ranks' slots. If it reduces them, it returns the reduction.
+    take: Callable[[list[torch.Tensor]], Any]
     reduce: Callable[..., torch.Tensor] | None = None  # combines two slots in a reduction: (a, b, out=)
 
 
@@ -36,7 +37,7 @@ class Job(NamedTuple):
 #: Cuts an operation into chunks.
 Cut = Callable[[Job], Iterator[Chunk]]
 #: Copies the part of a result that lies at a place out of all ranks' slots.
-Take = Callable[[slice, list[torch.Tensor]], object]
+Take = Callable[[slice, list[torch.Tensor]], Any]
 
 
 def part(chunk: torch.Tensor, rank: int, size: int) -> torch.Tensor:
@@ -71,12 +72,12 @@ def _cut(
         yield Chunk(chunk.numel(), chunk.dtype, chunk if gives else None, partial(take, at), reduce)
 
 
-def in_rank_order(reduce: Callable[..., torch.Tensor], parts: list[torch.Tensor], out: torch.Tensor) -> None:
+def in_rank_order(reduce: Callable[..., torch.Tensor], parts: list[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
     """Put the reduction of all ranks' `parts` into `out`, which may be one of them: `out` is written to last."""
     total = parts[0]
     for other in parts[1:-1]:
         total = reduce(total, other)
-    reduce(total, parts[-1], out=out)
+    return reduce(total, parts[-1], out=out)
 
 
 def all_reduce(reduce: Callable[..., torch.Tensor]) -> Cut:

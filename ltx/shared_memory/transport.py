@@ -165,7 +165,7 @@ class SharedMemoryTransport:
         except Exception as error:  # for example without memory; peers would wait for this rank
             self._fail(error)
             raise
-        if summed and any(chunk.reduce is not None for chunk in chunks):
+        if summed and operation == "psum":
             work.sums = {}
         while self._tail.next is not None:
             self._tail = self._tail.next
@@ -313,9 +313,10 @@ class SharedMemoryTransport:
         if chunk.reduce is not None and self._least(REDUCED) <= entry.place:
             return False
         if not work.refused:
-            chunk.take(self._slots(entry))
+            taken = chunk.take(self._slots(entry))
             if work.sums is not None:
-                work.sums[entry.place] = sum(words[SUMS + entry.place % SLOTS] for words in self._sums)
+                shares = [words[SUMS + entry.place % SLOTS] for words in self._sums]
+                work.sums[entry.place] = sum_of(taken) if chunk.reduce is None else sum(shares)
             if entry.note:
                 start = NOTES + entry.place % SLOTS * NOTE_WORDS
                 notes = [words[start : start + NOTE_WORDS] for words in self._sums]

@@ -13,7 +13,8 @@ In the order of the backward pass:
 * **Fence** has all parameters as inputs, so it runs after every marker. It is the one safe place to wait: nothing after
   it sees a pending gradient. A train step has no fence: nothing comes after it, and the train step waits itself.
 
-Before torch 2.13, which can raise a marker's priority, hooks on the leaf tensors start the buckets: :class:`LeafHooks`.
+A train step of few parameters has leaves in place of markers, and so has each before torch 2.13, which can raise a
+marker's priority: :class:`Leaves`.
 
 All is differentiable again, in reverse and forward mode. :class:`Launch` counts as the identity and :class:`Wait` as
 the exact mean over ranks, so second derivatives are exact even where the hook compresses first derivatives. A backward
@@ -47,6 +48,9 @@ from ltx.core.ranks.batched import in_front
 MARKER_PRIORITY = 1 << 62
 ACCUMULATE_PRIORITY = MARKER_PRIORITY + 1
 
+#: For at most so many parameters leaves take less time than a marker.
+FEW = 24
+
 with torch.inference_mode(False):
     #: A dummy input of markers, which makes autograd build the nodes where no parameter requires gradients, if a
     #: schedule has no fence. The passes are differentiated with respect to it, and give it no gradient.
@@ -57,8 +61,8 @@ with torch.inference_mode(False):
 def can_raise_priority() -> bool:
     """Whether torch has ``_set_sequence_nr`` (from 2.13 on).
 
-    Without it the reductions of a train step and of ``ltx.grad`` are started by hooks of leaves
-    (:class:`LeafHooks`); other reductions don't overlap the backward pass. Results are the same.
+    Without it the reductions of a train step and of ``ltx.grad`` are started by hooks of leaves (:class:`Leaves`);
+    other reductions don't overlap the backward pass. Results are the same.
     """
     with torch.enable_grad():
         return hasattr(torch.zeros((), requires_grad=True, device="cpu").view(()).grad_fn, "_set_sequence_nr")
@@ -451,18 +455,22 @@ def reduce_gradients(
     return [reduced[m] for m in range(len(grads))], [advanced[m] for m in range(len(grads))]
 
 
-class LeafHooks:
-    """Leaves for the parameters of a schedule's plan, whose hooks start its buckets; `states`: each one's tensors."""
+class Leaves:
+    """Leaves for the parameters of a schedule's plan, whose hooks start its buckets; `states`: each one's tensors.
+
+    A single bucket needs no hooks: it is ready when the pass is over.
+    """
 
     def __init__(self, schedule: Schedule, params: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]):
-        self._schedule, self._states = schedule, states
+        self._states = states
         self._missing = {bucket.index: len(bucket.members) for bucket in schedule.plan.buckets}
         self.leaves = [param.detach().requires_grad_() for param in params]
-        for bucket in schedule.plan.buckets:
+        for bucket in schedule.plan.buckets if len(schedule.plan.buckets) > 1 else ():
             for member in bucket.members:
-                self.leaves[member].register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._arrived(bucket))
+                arrived = partial(self._arrived, bucket, schedule)
+                self.leaves[member].register_post_accumulate_grad_hook(arrived)
 
-    def _arrived(self, bucket: Bucket) -> None:
+    def _arrived(self, bucket: Bucket, schedule: Schedule, _: torch.Tensor) -> None:
         if not self._missing[bucket.index]:
             raise UnsupportedError(
                 "a gradient came twice in one backward pass: a part of the step was differentiated inside of it. Use "
@@ -470,22 +478,22 @@ class LeafHooks:
             )
         self._missing[bucket.index] -= 1
         if not self._missing[bucket.index]:
-            self._start(bucket)
+            self.start(bucket, schedule)
 
-    def _start(self, bucket: Bucket) -> None:
+    def start(self, bucket: Bucket, schedule: Schedule) -> None:
+        """Start a bucket with the gradients that have come; with zeros where none has."""
         leaves = [self.leaves[member] for member in bucket.members]
         grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
         for leaf in leaves:
             leaf.grad = None
         with torch.no_grad():
-            self._schedule.start(bucket.index, (), [*grads, *(t for m in bucket.members for t in self._states[m])])
+            schedule.start(bucket.index, (), [*grads, *(t for m in bucket.members for t in self._states[m])])
 
     def finish(self, schedule: ProcessSchedule) -> None:
         """The backward pass of `schedule` is over: start the buckets that it hasn't reached."""
         for bucket in schedule.plan.buckets:
             if self._missing[bucket.index] or bucket.index in schedule.early:
-                self._missing[bucket.index] = 0
-                self._start(bucket)
+                self.start(bucket, schedule)
 
 
 def defer(
@@ -495,10 +503,11 @@ def defer(
 
     Returns (what the step is given, what its loss is differentiated with respect to).
     """
-    if not can_raise_priority():
-        hooks = LeafHooks(schedule, params, states)
-        schedule.on_end = hooks.finish
-        return hooks.leaves, hooks.leaves
+    first, *others = schedule.plan.buckets
+    if not can_raise_priority() or not (others or len(params) > FEW):
+        made = Leaves(schedule, params, states)
+        schedule.on_end = made.finish if others else partial(made.start, first)
+        return made.leaves, made.leaves
     marked, _ = put_on(schedule, params, states)
     schedule.on_end = partial(ProcessSchedule.start_unreached, params=params, states=states)
     return marked, [SOURCE]

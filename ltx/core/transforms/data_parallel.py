@@ -156,7 +156,7 @@ class DataParallel(StepSettings):
                             refuse_captured(self.fn, output, held, made, options.deferred)
                         own = own_leaves(self.fn, output, marked.leaves, held, made)
         if options.deferred and not options.step:
-            refuse_backward(leaves, marked.inputs and marked.schedule)
+            refuse_backward(marked.inputs or leaves, marked.inputs and marked.schedule)
         refuse_gradients(output, leaves, spec)
         if marked.inputs is not None and options.step is None:
             output = reaching(output, marked.leaves)

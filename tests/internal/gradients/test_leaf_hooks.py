@@ -141,7 +141,7 @@ def test_a_gradient_that_comes_twice(ranks: Ranks) -> None:
 
         with before_2_13():
             step = ltx.data_parallel(lambda p, x: Twice.apply(x, p["a"]).square().mean(), STRATEGY)
-            given = {"a": torch.ones(SIDE, SIDE)}, torch.ones(4, SIDE)
+            given = {name: torch.ones(SIDE, SIDE) for name in "ab"}, torch.ones(4, SIDE)
             return train_on.said(UnsupportedError, ltx.grad(step), *given)
 
     for told in ranks(2).run(run):
