@@ -11,6 +11,7 @@ for the rest of it reads in the record that it won't come.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from ltx.core.base.errors import (
     LtxError,
     PeerLostError,
     StepLeftOutError,
+    UnsupportedError,
     said_of,
 )
 from ltx.core.comm.backends import unregister
@@ -100,6 +102,7 @@ class Passes:
         self._comm = axis_comm
         self._under_way: list[BackwardPass] = []
         self.step: int | None = None
+        self._thread = 0  # which runs that step
         self.call = self._raised_at = 0
         self.raised: Raised | None = None
         self.counted = ""
@@ -113,6 +116,13 @@ class Passes:
 
         Step summaries carry the number meanwhile. An exception before the commit leaves the step.
         """
+        if self.step is not None and self._thread != threading.get_ident():
+            error = UnsupportedError(
+                f"rank {self._comm.rank}: two threads run training steps on axis {self._comm.name!r} at a time, so "
+                "ranks may come to them in different orders, and mix their gradients. Run all steps in one thread."
+            )
+            self.end_world(error)
+            raise error
         if self._under_way:
             self.find_dropped()
         if self.raised is not None and self.raised.what == _FORWARD:
@@ -121,7 +131,7 @@ class Passes:
             self.begin()
         self.call = self._calls()
         committed: list[bool] = []
-        around, self.step, sent = self.step, number, self.sent()
+        around, self.step, sent, self._thread = self.step, number, self.sent(), threading.get_ident()
         try:
             yield lambda: committed.append(True)
         except BaseException as error:

@@ -7,6 +7,8 @@ objects: whoever holds them (an average, a metric) sees the new values too.
 
 from __future__ import annotations
 
+import itertools
+import os
 import weakref
 from collections.abc import Iterable
 from functools import reduce
@@ -16,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
+from ltx.core import comm
 from ltx.core.base import private, traced, tree
 from ltx.core.base.errors import StepError
 from ltx.core.training.train_state import DonatedTensor, TrainState, give_away
@@ -24,6 +27,9 @@ from ltx.typing import Tree
 
 # {a parameter or buffer of a module: a weak reference to the Follower that has it, or had it last}
 _followers = WeakTensorKeyDictionary()
+# {(a name of the world, which of its followers): the follower}, the same on all ranks
+_by_key: weakref.WeakValueDictionary[tuple[str, int], Follower] = weakref.WeakValueDictionary()
+_ALONE, _count = os.urandom(8).hex(), itertools.count()
 
 _ENDED = (
     "this TrainState has ended: train.init was called with its module once more, and the module's weights belong to "
@@ -61,8 +67,9 @@ def begins(parameters: Iterable[torch.Tensor]) -> None:
 class Follower:
     """The tensors of a module, and the state that they show (its lease). Copies of the state have the same one."""
 
-    def __init__(self, module: torch.nn.Module, trained: Tree, buffers: Tree):
-        self.kind, self.ended = type(module).__name__, ""
+    def __init__(self, module: torch.nn.Module, trained: Tree, buffers: Tree, key: tuple[str, int]):
+        self.kind, self.ended, self.key = type(module).__name__, "", key
+        _by_key[key] = self
         self.shows: Any = None  # the lease of the state that it shows; None after something else was put into it
         self.last: Any = None  # the lease of the state that it has shown last
         own, paths = dict(module.named_buffers(remove_duplicate=False)), tree.leaf_paths(buffers)
@@ -78,7 +85,7 @@ class Follower:
         return self
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # another process has another module
+        return unpickled, (self.key, self.kind)
 
     def show(self, state: TrainState, moved: bool = True) -> None:
         """The module shows `state`, whose parameters are in other memory than those that it shows if `moved`."""
@@ -150,9 +157,16 @@ class Follower:
             self.last[0] = _ENDED
 
 
+def unpickled(key: tuple[str, int], kind: str) -> Follower | str:
+    """The follower that was pickled; in another process, which has another module, the class of that module."""
+    return _by_key.get(key, kind)
+
+
 def follow(train: Any, module: torch.nn.Module, state: TrainState) -> TrainState:
-    """`state`, made of the parameters of `module`, with the module following it."""
-    state.__dict__["module"] = Follower(module, state.held_params, state.held_buffers)
+    """`state`, made of the parameters of `module`, with the module following it. All ranks call this."""
+    axis_comm = comm.resolve(train.step.axis).comm
+    key = _ALONE if axis_comm is None else axis_comm.peers.world, next(_count)
+    state.__dict__["module"] = Follower(module, state.held_params, state.held_buffers, key)
     if train in _compiled:
         state.module.spoil(_COMPILED.format(state.module.kind))
     return state

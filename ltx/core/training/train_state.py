@@ -102,6 +102,7 @@ class TrainState(Readable):
         of_step: whether a step or init has made this state, or it is a copy of such; else the program has.
         made_by: the train step that has made this very object, or took it for one of its own; else None.
         resolved: what that step had asked (:class:`ltx.core.training.resolved.Resolved`).
+        left: the class of the module that followed it in the process in which it was pickled; "" if none did.
     """
 
     params: Tree
@@ -119,6 +120,7 @@ class TrainState(Readable):
     of_step: bool = field(default=False, init=False, repr=False)
     made_by: Any = field(default=None, init=False, repr=False)
     resolved: Any = field(default=None, init=False, repr=False)
+    left: str = field(default="", init=False, repr=False)
     # The parts of an instance, read without noting it in `seen`.
     held_params: ClassVar[Tree]
     held_buffers: ClassVar[Tree]
@@ -154,6 +156,10 @@ class TrainState(Readable):
         # this process alone has what is pending, and the train step
         alone = {"pending": _LOST if self.under_way else None, "made_by": None, "resolved": None}
         return self.__dict__ | alone
+
+    def __setstate__(self, parts: dict[str, Any]) -> None:
+        lost = isinstance(parts["module"], str)  # it is in another process
+        self.__dict__.update(parts, module=None if lost else parts["module"], left=parts["module"] if lost else "")
 
     def check_owned(self, training: bool = False) -> None:
         """Raise if this state was donated or is invalid. Values that were put into its module are its own from now on.

@@ -236,6 +236,8 @@ class TrainStep(TrainSettings):
         if resolved is None or resolved.train is not self:
             resolved = None
             check_made_for(self, state)
+            if state.left:
+                warnings.warn(_LEFT.format(state.left), UserWarning, stacklevel=3)
         leaves, spec = tree.flatten(params) if resolved is None else (resolved.leaves, resolved.spec)
         buffers, transforming = state.held_buffers, is_transforming()
         if not transforming and torch.is_grad_enabled():
@@ -312,6 +314,13 @@ _APART = (
     "train.init was given a module's Parameters, and the state has copies of them: the module keeps the values that it "
     "has. With train.init(model) the module follows each step. To train apart from it on purpose, give each as "
     "p.detach(), and see the values by ltx.functional_call(model, state.params, x) or ltx.to_module(model, state)."
+)
+
+
+_LEFT = (
+    "this state comes from another process by pickle (torch.load), where a {} followed it. No module of this process "
+    "does: model(x) has other values than the state. To have one follow, state = dataclasses.replace(state, "
+    "module=train.init(model).module). ltx.checkpoint.load into the state of train.init(model) does so by itself."
 )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
@@ -22,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from ltx.core.base import private, tree
 from ltx.core.base.errors import InputError, StepError, TreeError, UnsupportedError
 from ltx.core.comm.signature import Seen
+from ltx.core.transforms.compare import digest, tensors_by_path, values
 from ltx.typing import Tree
 
 #: What is known of each function, since looking takes long: "called", "watched", and of graphs with so many nodes
@@ -148,19 +150,22 @@ def watch_for_traced_values(fn: Any) -> Iterator[None]:
 
 
 def look_at_modules(
-    fn: Any, in_place: Callable[[], set[int]], given: Callable[[], Iterable[Any]]
+    fn: Any, in_place: Callable[[], set[int]], given: Callable[[], Iterable[Any]], params: Tree
 ) -> AbstractContextManager[bool | None]:
-    """While `fn` is called for the first time: raise StepError if it writes to a buffer of a module that it uses.
+    """While `fn` is called for the first time: raise StepError if it writes to a buffer of a module that it uses, or to
+    one of the `params` that it gets.
 
     Also raise if it uses an embedding that renormalises its rows in place, or a module whose trained parameters have
     hooks for gradients and aren't among the `given` tensors. `in_place`: as in :func:`own_written`. The block gets True
     if it is the first time.
     """
-    return nullcontext() if _known.has(fn, "called") else _looking(fn, in_place, given)
+    return nullcontext() if _known.has(fn, "called") else _looking(fn, in_place, given, params)
 
 
 @contextmanager
-def _looking(fn: Any, in_place: Callable[[], set[int]], given: Callable[[], Iterable[Any]]) -> Iterator[bool]:
+def _looking(
+    fn: Any, in_place: Callable[[], set[int]], given: Callable[[], Iterable[Any]], params: Tree
+) -> Iterator[bool]:
     modules, tensors = modules_of(fn), [x for x in given() if isinstance(x, torch.Tensor)]
     ids, derived = {*map(id, tensors)}, any(x.grad_fn is not None for x in tensors)
     for module in modules:
@@ -172,9 +177,12 @@ def _looking(fn: Any, in_place: Callable[[], set[int]], given: Callable[[], Iter
     buffers = [(module, buffer) for module in modules for buffer in Members(module).buffers]
     with private.below_transforms(), torch.no_grad():
         watched = [(*both, both[1].tensor.detach().clone()) for both in buffers]
+    before = {} if private.in_transform() else {path: (x, _told(x)) for path, x in tensors_by_path(params)}
     try:
         yield True
     except RuntimeError as error:
+        if " of Marker is a view" in str(error):
+            raise StepError(_WRITES.format("a parameter that it was given and that is trained")) from error
         # torch can't write values that differ between simulated ranks to a tensor that the ranks share.
         norms = [
             f"{f'{path}.running_mean' if path else 'running_mean'!r} of {type(module).__name__}"
@@ -189,7 +197,33 @@ def _looking(fn: Any, in_place: Callable[[], set[int]], given: Callable[[], Iter
         x = buffer.tensor
         other = not x.is_meta and x.shape == value.shape and not same_values([x], [value])
         own_written([buffer._replace(version=-1) if other else buffer], type(module).__name__, in_place)
+    written = {path: x for path, (x, told) in before.items() if _told(x) != told}
+    for path in (path for path, x in written.items() if x.requires_grad):
+        raise StepError(_WRITES.format(f"{path!r}, a parameter that it was given and that is trained"))
+    if written:
+        warnings.warn(_WRITES_FROZEN.format(", ".join(map(repr, written))), UserWarning, stacklevel=1)
     _known.add(fn, "called")
+
+
+def _told(x: torch.Tensor) -> tuple[Any, ...]:
+    """What differs after a write to `x`. Writes through ``x.data`` aren't counted in its version."""
+    if x.is_meta or type(x) not in (torch.Tensor, nn.Parameter) or x.layout != torch.strided:
+        return ()
+    with torch.no_grad():
+        return version_of(x), digest(values(x))
+
+
+_WRITES = (
+    "the step writes to {}: each rank would go on from values of its own, and gradients are those of the values "
+    "before. Write to it between two steps: the module follows, as in `with torch.no_grad(): model.w.clamp_(0, 1)`. "
+    "What a first batch initialises, initialise by model(x) before train.init(model), which gives all ranks rank 0's "
+    "values."
+)
+_WRITES_FROZEN = (
+    "the step writes to {}, frozen parameters that it was given. All ranks must write the same values, which isn't "
+    'compared; a step that guard="skip" leaves out has written too, and with donate=False the old state changes. '
+    "Values that follow the batch are buffers: register_buffer, and return_buffers=True of ltx.functional_call."
+)
 
 
 def first_hooked(tensors: Sequence[torch.Tensor]) -> int | None:

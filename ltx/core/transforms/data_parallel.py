@@ -144,7 +144,9 @@ class DataParallel(StepSettings):
                 token, before = in_step.set(True), private.nodes_made()
                 keep(given)
                 try:
-                    looked = comm.NOTHING if again else look_at_modules(self.fn, tensors_in_place, lambda: leaves)
+                    looked = (
+                        comm.NOTHING if again else look_at_modules(self.fn, tensors_in_place, lambda: leaves, given)
+                    )
                     with looked as first:
                         output = self.fn(*args, **kwargs)
                 finally:

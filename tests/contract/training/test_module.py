@@ -6,6 +6,8 @@ import copy
 import gc
 import io
 import pickle
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +22,8 @@ import ltx
 from ltx.errors import DonatedStateError, InvalidStateError, StepError
 from tests.kinds import Ranks
 from tests.train_on import refuses, said
+
+ROOT = Path(__file__).parents[3]
 
 
 class Net(nn.Module):
@@ -323,11 +327,17 @@ def loaded(train: Any, state: Any) -> Any:
     return found
 
 
+def unpickled(train: Any, state: Any) -> Any:
+    """Rank 0's file, as all ranks read it."""
+    return pickle.loads(ltx.broadcast_object(pickle.dumps(state)))
+
+
 #: States from elsewhere, and whether they are those that ``train`` has given last, which the module shows.
 ELSEWHERE: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {
     "replace": (lambda train, s: replace(s, params={n: x + 1 for n, x in s.params.items()}), False),
     "deepcopy": (lambda train, s: copy.deepcopy(s), False),
     "load": (loaded, False),
+    "unpickled": (unpickled, False),
     "broadcast": (lambda train, s: train.broadcast(s), True),
     "adopt": (lambda train, s: train.adopt(s), True),
     "gather": (lambda train, s: train.gather(s), True),
@@ -340,7 +350,7 @@ def from_elsewhere(name: str) -> list[Any]:
     state, _ = train(state, batch(0))
     make, at_once = ELSEWHERE[name]
     other = make(train, copy.deepcopy(state))
-    if name in ("load", "deepcopy"):
+    if name in ("load", "unpickled", "deepcopy"):
         state, _ = train(state, batch(1))  # the module goes on, and the other one is behind
         found = [shows(model, state) and not shows(model, other)]
     else:
@@ -357,6 +367,35 @@ def test_states_from_elsewhere(name: str, ranks: Ranks) -> None:
     assert all(from_elsewhere(name))
     for found in ranks(2).run(from_elsewhere, name):
         assert all(found), found
+
+
+IN_ANOTHER_PROCESS = """
+import dataclasses, pickle, sys, warnings
+from tests.contract.training.test_module import batch, begun, shows
+
+with open(sys.argv[1], "rb") as file:
+    state = pickle.load(file)
+model, train, first = begun()
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    behind = train(state, batch(1))[0]
+    behind = train(behind, batch(2))[0]
+assert ["Net followed it" in str(each.message) for each in caught] == [True], caught
+with open(sys.argv[1], "rb") as file:
+    state = dataclasses.replace(pickle.load(file), module=first.module)
+state = train(state, batch(1))[0]
+assert shows(model, state) and not shows(model, behind)
+"""
+
+
+def test_a_state_that_is_unpickled_in_another_process(tmp_path: Path) -> None:
+    """There it has no module, and a step says so; it can be given one."""
+    _, train, state = begun()
+    (tmp_path / "state").write_bytes(pickle.dumps(train(state, batch(0))[0]))
+    run = subprocess.run(
+        [sys.executable, "-c", IN_ANOTHER_PROCESS, tmp_path / "state"], cwd=ROOT, capture_output=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr.decode()
 
 
 def test_to_module_and_the_next_step() -> None:
@@ -429,7 +468,7 @@ def test_copies_of_the_module_and_the_end_of_the_state() -> None:
     torch.save(dict(model.named_parameters()), file := io.BytesIO())
     file.seek(0)
     assert torch.load(file, weights_only=True).keys() == dict(model.named_parameters()).keys()
-    assert pickle.loads(pickle.dumps(state)).module is None
+    assert pickle.loads(pickle.dumps(state)).module is state.module
     was = values(model)
     state, _ = train(state, batch(0))
     assert all(torch.equal(x, was[name]) for each in (twin, other) for name, x in values(each).items())

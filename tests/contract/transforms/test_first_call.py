@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -76,6 +78,65 @@ def test_a_module_that_writes_to_its_own_buffers(how: str, module: Any, ranks: R
         assert "'mean' of Stats" in text or "'1." in text
         assert "return_buffers=True" in text
         assert "ltx.nn.convert_sync_batch_norm(module)" in text
+
+
+WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "in place": lambda p, x: p.add_(x),
+    "through .data": lambda p, x: p.data.copy_(x),
+    "another .data": lambda p, x: setattr(p, "data", x.clone()),
+    "the same values": lambda p, x: p.mul_(1),
+}
+
+
+class Writing(nn.Module):
+    """Writes to a parameter in its forward pass: as weight constraints, ActNorm's first batch, MoCo's second encoder.
+
+    A train step gives few parameters as leaves, and many as views that a marker has made.
+    """
+
+    def __init__(self, how: str, trained: bool, layers: int) -> None:
+        super().__init__()
+        self.how, self.layers = how, nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
+        self.shift = nn.Parameter(torch.ones(2), requires_grad=trained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if self.how == "anew":
+                self.shift = nn.Parameter(x.mean(0), requires_grad=self.shift.requires_grad)
+            else:
+                WRITES[self.how](self.shift, x.mean(0))
+        output: Tensor = self.layers(x - self.shift).square().mean()
+        return output
+
+
+def of_writing(how: str, trained: bool, layers: int) -> str:
+    """The error or the warning of the first step."""
+    module = Writing(how, trained, layers)
+    train = ltx.train_step(ltx.data_parallel(lambda p, x: ltx.functional_call(module, p, (x,))), sgd())
+    state = train.init(module)
+    if trained or how == "anew":
+        return said(StepError, train, state, X)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(state, X)
+    (text,) = {str(each.message) for each in caught if "the step writes to" in str(each.message)}
+    return text
+
+
+@pytest.mark.full(but=3)
+@pytest.mark.parametrize("layers", [1, 20])
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("how", [*WRITES, "anew"])
+def test_a_module_that_writes_to_its_parameters(how: str, trained: bool, layers: int, ranks: Ranks) -> None:
+    for text in (*ranks(2).run(of_writing, how, trained, layers), of_writing(how, trained, layers)):
+        if how == "anew":
+            assert "Writing assigned another tensor to its parameter 'shift'" in text
+            assert "register_buffer" in text
+        elif trained:
+            assert "the step writes to " in text
+            assert "Write to it between two steps" in text
+        else:
+            assert "the step writes to 'shift', frozen parameters" in text
 
 
 def test_on_simulated_ranks() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -167,6 +169,35 @@ def test_who_came_and_left_the_step_has_come(on_new_axis: OnNewAxis) -> None:
     (late, *heard), (first,) = on_new_axis(run)
     assert late == first == "BrokenError: on every rank"
     assert "rank 1 has left step 0 of the training" in heard[0]
+
+
+def test_steps_of_two_threads_at_a_time_end_the_world(on_new_axis: OnNewAxis) -> None:
+    """Each rank refuses the one that comes second, which needn't be the same one."""
+
+    def run() -> list[str]:
+        begun, may_end = threading.Event(), threading.Event()
+
+        def waiting(params: torch.Tensor, other: bool) -> torch.Tensor:
+            if other:
+                begun.set()
+                may_end.wait(60.0)
+            return params.sum()
+
+        def said(other: bool) -> str:
+            return raised_by(lambda: train(states[other], other))
+
+        train = ltx.train_step(ltx.data_parallel(waiting), SGD)
+        states = [train(train.init(torch.ones(2)), False)[0] for _ in range(2)]
+        with ThreadPoolExecutor() as pool:
+            first = pool.submit(said, True)
+            begun.wait(60.0)
+            second = said(False)
+            may_end.set()
+            return [first.result(), second]
+
+    for rank, (first, second) in enumerate(on_new_axis(run)):
+        assert f"UnsupportedError: rank {rank}: two threads run training steps on axis 'data' at a time" in second
+        assert "DeadlockDetectedError" in first
 
 
 def test_who_has_left_a_step_with_all_others_waits_for_them(on_new_axis: OnNewAxis) -> None:

@@ -81,6 +81,16 @@ def test_teardown_after_an_exception_and_again() -> None:
     shutdown()
 
 
+@pytest.mark.usefixtures("torchrun_of_one")
+def test_a_group_that_the_user_destroys_is_made_again() -> None:
+    with init():
+        dist.destroy_process_group()  # as accelerate's end_training()
+        assert ltx.psum(torch.tensor(3.0)).item() == 3.0
+        with init():
+            assert dist.is_initialized()
+            assert ltx.psum(torch.tensor(3.0)).item() == 3.0
+
+
 def test_second_call_gives_the_same_world() -> None:
     first = init(backend="gloo")
     assert init(backend="gloo") is first
