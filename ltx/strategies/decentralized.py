@@ -343,7 +343,7 @@ class Ring(NodeHook, PostUpdateHook):
         return inputs.flat.new_empty(0), [messages_of]
 
     def written(self, old: Old) -> list[torch.Tensor]:
-        return [state[name] for state in old.states for name in self.known(old.axis_size)]
+        return [*old.params, *(state[name] for state in old.states for name in self.known(old.axis_size))]
 
     def finish_bucket(self, bucket: Bucket, reduced: Reduced, old: Old) -> PostUpdateResult:
         if not bucket.numel:
@@ -351,10 +351,8 @@ class Ring(NodeHook, PostUpdateHook):
         (messages, *_) = reduced[1]
         states, names, dtype = old.states, list(messages), self.packing(bucket.dtype, old.axis_size).dtype
         if old.may_overwrite and dtype is bucket.dtype:
-            # The next weights share memory with "own", the copy that the neighbours know.
             known = [{**state, "right": state[names[-1]]} for state in states]
-            finish = partial(_add_decoded, messages, states)
-            return PostUpdateResult([state["own"].detach() for state in states], known, finish)
+            return PostUpdateResult(old.params, known, partial(_move, messages, states, old.params))
         moved = []
         for name, rows in messages.items():
             width = -(-bucket.numel // len(rows))
@@ -372,6 +370,14 @@ def _moved(leaves: Sequence[torch.Tensor], change: torch.Tensor, bucket: Bucket)
     for x, part in zip(leaves, buffers.unpack(change, bucket, cast=False), strict=True):
         part.add_(x)
     return change
+
+
+def _move(messages: LeafState, states: Sequence[LeafState], params: Sequence[torch.Tensor]) -> None:
+    """Move the copies, and `params` to "own", in place. The program may write to the weights between steps, and
+    neighbours don't hear of that: so "own" has memory of its own.
+    """
+    _add_decoded(messages, states)
+    torch._foreach_copy_([*params], [state["own"] for state in states])
 
 
 def _add_decoded(messages: LeafState, states: Sequence[LeafState]) -> None:

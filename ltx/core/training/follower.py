@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from operator import attrgetter
 from typing import Any, cast
@@ -21,14 +21,11 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 from ltx.core import comm
 from ltx.core.base import private, traced, tree
 from ltx.core.base.errors import StepError
-from ltx.core.training.train_state import DonatedTensor, TrainState, give_away
+from ltx.core.training.train_state import DonatedTensor, TrainState, followers, give_away, unpickled
 from ltx.core.transforms.compare import tensors_by_path
-from ltx.typing import Tree
 
 # {a parameter or buffer of a module: a weak reference to the Follower that has it, or had it last}
 _followers = WeakTensorKeyDictionary()
-# {(a name of the world, which of its followers): the follower}, the same on all ranks
-_by_key: weakref.WeakValueDictionary[tuple[str, int], Follower] = weakref.WeakValueDictionary()
 _ALONE, _count = os.urandom(8).hex(), itertools.count()
 
 _ENDED = (
@@ -67,22 +64,25 @@ def begins(parameters: Iterable[torch.Tensor]) -> None:
 class Follower:
     """The tensors of a module, and the state that they show (its lease). Copies of the state have the same one."""
 
-    def __init__(self, module: torch.nn.Module, trained: Tree, buffers: Tree, key: tuple[str, int]):
+    def __init__(self, module: torch.nn.Module, trained: Sequence[str], buffers: Sequence[str], key: tuple[str, int]):
         self.kind, self.ended, self.key = type(module).__name__, "", key
-        _by_key[key] = self
+        followers[key] = self
         self.shows: Any = None  # the lease of the state that it shows; None after something else was put into it
         self.last: Any = None  # the lease of the state that it has shown last
-        own, paths = dict(module.named_buffers(remove_duplicate=False)), tree.leaf_paths(buffers)
-        self.buffers = {path: own[path] for path in paths if path in own}
+        own = dict(module.named_buffers(remove_duplicate=False))
+        self.buffers = {path: own[path] for path in buffers if path in own}
         self._params, self._module = dict(module.named_parameters()), module
-        self.trained = [self._params[path] for path in tree.leaf_paths(trained)]
+        self.trained, self._trained = [self._params[path] for path in trained], trained
         self._paths, self._own = [*self._params, *self.buffers], [*self._params.values(), *self.buffers.values()]
         self._flags, self._note = [*map(_FLAGS, self._own)], self._noted()
         for x in self._own:
             _followers[x] = weakref.ref(self)
 
-    def __deepcopy__(self, _: Any) -> Follower:
-        return self
+    def __deepcopy__(self, memo: dict[int, Any]) -> Follower:
+        module = memo.get(id(self._module))  # it was copied together with the state
+        if module is None or self.ended or not {*self._trained} <= dict(module.named_parameters()).keys():
+            return self
+        return Follower(module, self._trained, [*self.buffers], (_ALONE, next(_count)))
 
     def __reduce__(self) -> Any:
         return unpickled, (self.key, self.kind)
@@ -94,7 +94,7 @@ class Follower:
         buffers = (state.held_buffers, self.buffers)
         parts = ((state.held_params, self._params), (state.frozen, self._params), buffers) if moved else (buffers,)
         for path, value, own in ((*pair, own) for part, own in parts if own for pair in tensors_by_path(part)):
-            if (x := own.get(path)) is not None and x.shape != value.shape:
+            if (x := own.get(path)) is not None and x.shape != value.shape and own is self._params:
                 self.spoil(_SHAPES.format(self.kind))
                 return
             if x is not None:
@@ -157,16 +157,12 @@ class Follower:
             self.last[0] = _ENDED
 
 
-def unpickled(key: tuple[str, int], kind: str) -> Follower | str:
-    """The follower that was pickled; in another process, which has another module, the class of that module."""
-    return _by_key.get(key, kind)
-
-
 def follow(train: Any, module: torch.nn.Module, state: TrainState) -> TrainState:
     """`state`, made of the parameters of `module`, with the module following it. All ranks call this."""
     axis_comm = comm.resolve(train.step.axis).comm
     key = _ALONE if axis_comm is None else axis_comm.peers.world, next(_count)
-    state.__dict__["module"] = Follower(module, state.held_params, state.held_buffers, key)
+    paths = tree.leaf_paths(state.held_params), tree.leaf_paths(state.held_buffers)
+    state.__dict__["module"] = Follower(module, *paths, key)
     if train in _compiled:
         state.module.spoil(_COMPILED.format(state.module.kind))
     return state

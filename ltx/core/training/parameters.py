@@ -92,7 +92,8 @@ def _check(leaves: Sequence[torch.Tensor], paths: Sequence[str], frozen: Sequenc
             raise TreeError(
                 f"params: leaves {known[place]!r} and {path!r} are one tensor (tied weights), and would be trained "
                 "apart. Pass each once: dict(model.named_parameters()) has one name for both, and "
-                "ltx.functional_call(model, params, ...) puts it in both places."
+                "ltx.functional_call(model, params, ...) puts it in both places. A module in which two Parameters have "
+                "one memory (b.weight.data = a.weight.data) needs one Parameter in both places: b.weight = a.weight."
             )
         known[place] = path
     groups, last = list[list[tuple[int, int, str, torch.Tensor]]](), 0
@@ -138,7 +139,7 @@ def taken_from(module: torch.nn.Module, axis: Axis, trainable: Trainable) -> tup
             mine = [parameter for parameter, _ in piece]
             given = collectives.broadcast([x.detach() for x in mine], axis=axis)
             for parameter, value in zip(mine, given, strict=True):
-                parameter.data = value
+                parameter.detach().copy_(value)  # others may look at this memory: another process, a flat buffer
     held: tuple[Tree, Tree] = tree.map(torch.Tensor.detach, (trained, frozen))
     return held
 

@@ -289,7 +289,8 @@ class EagerStep(Step):
             factor = float(factor)
         look, unused = probes if self._checks and not ahead else None, dict[int, str]()
         if self.state.step == 0:
-            missing = unreached(total, leaves, None if run.schedule is None else run.schedule.plan)
+            given = run.inputs if len(run.inputs or ()) == len(leaves) else leaves  # in place of these
+            missing = unreached(total, given or leaves, None if run.schedule is None else run.schedule.plan)
             if missing:
                 paths = tree.leaf_paths(self.state.trained)
                 unused = {member: paths[member] for member in missing}

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import random
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -72,6 +73,24 @@ _NEVER_WRITTEN = "With donate=False the tensors of a state are never written to.
 _Lease = list[int | str | None]
 
 
+#: {(a name of the world, which of its followers): the :class:`ltx.core.training.follower.Follower`}, as on all ranks.
+followers: weakref.WeakValueDictionary[tuple[str, int], Any] = weakref.WeakValueDictionary()
+
+
+class LeftModule(NamedTuple):
+    """The follower of a pickled state, in a process that hasn't got it: its key, and the class of its module."""
+
+    key: tuple[str, int]
+    kind: str
+
+    def __reduce__(self) -> Any:
+        return unpickled, tuple(self)
+
+
+def unpickled(key: tuple[str, int], kind: str) -> Any:
+    return followers.get(key) or LeftModule(key, kind)
+
+
 @dataclass(frozen=True, eq=False)
 class TrainState(Readable):
     """Parameters, buffers, optimizer state and communication state after `step` steps.
@@ -102,7 +121,7 @@ class TrainState(Readable):
         of_step: whether a step or init has made this state, or it is a copy of such; else the program has.
         made_by: the train step that has made this very object, or took it for one of its own; else None.
         resolved: what that step had asked (:class:`ltx.core.training.resolved.Resolved`).
-        left: the class of the module that followed it in the process in which it was pickled; "" if none did.
+        left: the module that followed it, in the process in which it was pickled.
     """
 
     params: Tree
@@ -120,7 +139,7 @@ class TrainState(Readable):
     of_step: bool = field(default=False, init=False, repr=False)
     made_by: Any = field(default=None, init=False, repr=False)
     resolved: Any = field(default=None, init=False, repr=False)
-    left: str = field(default="", init=False, repr=False)
+    left: LeftModule | None = field(default=None, init=False, repr=False)
     # The parts of an instance, read without noting it in `seen`.
     held_params: ClassVar[Tree]
     held_buffers: ClassVar[Tree]
@@ -158,8 +177,9 @@ class TrainState(Readable):
         return self.__dict__ | alone
 
     def __setstate__(self, parts: dict[str, Any]) -> None:
-        lost = isinstance(parts["module"], str)  # it is in another process
-        self.__dict__.update(parts, module=None if lost else parts["module"], left=parts["module"] if lost else "")
+        module = parts["module"] or parts.get("left")
+        left = module if isinstance(module, LeftModule) else None
+        self.__dict__.update(parts, module=None if left else module, left=left)
 
     def check_owned(self, training: bool = False) -> None:
         """Raise if this state was donated or is invalid. Values that were put into its module are its own from now on.

@@ -237,7 +237,7 @@ class TrainStep(TrainSettings):
             resolved = None
             check_made_for(self, state)
             if state.left:
-                warnings.warn(_LEFT.format(state.left), UserWarning, stacklevel=3)
+                warnings.warn(_LEFT.format(state.left.kind), UserWarning, stacklevel=3)
         leaves, spec = tree.flatten(params) if resolved is None else (resolved.leaves, resolved.spec)
         buffers, transforming = state.held_buffers, is_transforming()
         if not transforming and torch.is_grad_enabled():
@@ -344,9 +344,9 @@ def train_step(
 
     Args:
         step: a data-parallel step that returns a 0-dim loss, an :class:`ltx.Weighted`, or a mapping or dataclass that
-            has the loss as `loss`; accumulated or not. Or a step with ``returns="grads"``, which returns ``(grads,
-            loss)`` as :func:`ltx.grad_and_value` does, and then its other outputs: DP-SGD, evolution strategies. If the
-            loss is Weighted, the gradients are those of its total.
+            has the loss as `loss`; accumulated, one of the first two. Or a step with ``returns="grads"``, which returns
+            ``(grads, loss)`` as :func:`ltx.grad_and_value` does, and then its other outputs: DP-SGD, evolution
+            strategies. If the loss is Weighted, the gradients are those of its total.
         optimizer: from :mod:`ltx.optim`.
         donate: update the state's tensors in place, as JAX's buffer donation does; the old state can't be used again.
             Steps don't donate when they are differentiated: under transforms, inside another step, or if the state

@@ -35,6 +35,7 @@ from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import brief
 from ltx.core.base.errors import InputError, StepError, TreeError, UnsupportedError
 from ltx.core.base.private import unwrapped
+from ltx.core.gradients.marker import Marker
 from ltx.core.gradients.planning import in_step
 from ltx.core.ranks.axis import axes_in_scope
 from ltx.core.transforms.closure_check import (
@@ -105,6 +106,11 @@ def functional_call(
     """
     given = _merged(params_and_buffers)
     args = args if isinstance(args, tuple) else () if args is None else (args,)
+    if not isinstance(kwargs, Mapping | None):
+        raise InputError(
+            f"functional_call: kwargs is a dict of keyword arguments, got {brief(kwargs)}. Several positional "
+            "arguments are a tuple: ltx.functional_call(module, params, (x, y))."
+        )
     kwargs = {} if kwargs is None else dict(kwargs)
     if traced.recording():
         tied, buffers = _look_at_trace_time(module)
@@ -276,7 +282,10 @@ class Swap:
             swap._values[name] = _value(copy, x, module.training)
         for name in members.hooked:
             put, (kept_in, key) = swap.tensors.get(name), members.slots[name]
-            if put is not None and put.is_leaf and put is not kept_in[key]:
+            if put is None or put is kept_in[key]:
+                continue
+            node: Any = put.grad_fn  # a train step differentiates with respect to nothing above its markers
+            if put.is_leaf or (Marker.made(node) and not node.schedule.fenced):
                 raise StepError(hooked_text(f"{what}: parameter {name!r} of {type(module).__name__}"))
         return swap
 

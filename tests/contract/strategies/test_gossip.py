@@ -111,6 +111,35 @@ def trained(algorithm: str, seed: int, **fields: Any) -> list[tuple[Any, Any]]:
     return history
 
 
+def written_between(overlap: Any, seed: int) -> list[Tensor]:
+    """The weights, and the copy of the left neighbour's, of steps between which the program halves a module's weights.
+
+    With n = 2 both neighbours are the same.
+    """
+    model = torch.nn.Linear(3, 2)
+    loss = ltx.data_parallel(
+        lambda p, x: ltx.functional_call(model, p, x).square().mean(), ltx.BaguaStrategy("low_precision_decentralized")
+    )
+    train, draw = (
+        ltx.train_step(loss, SGD, overlap=overlap),
+        torch.Generator().manual_seed(seed + int(ltx.axis_index())),
+    )
+    state = train.init(model)
+    for number in range(6):
+        if number == 3:
+            with torch.no_grad():
+                model.weight.mul_(0.5)
+        state, _ = train(state, torch.randn(4, 3, generator=draw))
+    return [state.params["weight"].clone(), state.sync_state.leaves["weight"]["left"].clone()]
+
+
+@pytest.mark.parametrize("overlap", ["backward", "update"])
+def test_what_neighbours_know_is_right_after_a_write_between_steps(overlap: Any, ranks: Ranks, seed: int) -> None:
+    (mine, of_other), (other, of_mine) = ranks(2).run(written_between, overlap, seed)
+    assert torch.equal(of_mine, mine)
+    assert torch.equal(of_other, other)
+
+
 def odd_params(generator: torch.Generator) -> dict[str, Tensor]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)

@@ -398,6 +398,75 @@ def test_a_state_that_is_unpickled_in_another_process(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr.decode()
 
 
+def test_a_copied_pair_of_model_and_state_stays_together() -> None:
+    first = dict(zip(("model", "train", "state"), begun(), strict=True))
+    first["state"], _ = first["train"](first["state"], batch(0))
+    clone = copy.deepcopy(first)
+    for number in range(2):
+        clone["state"], _ = first["train"](clone["state"], batch(number))
+    assert shows(clone["model"], clone["state"])
+    assert shows(first["model"], first["state"])
+    assert not shows(first["model"], clone["state"])
+
+
+def in_its_own_memory() -> list[bool]:
+    """Another process, or a flat buffer, may look at the memory of the module's parameters."""
+    model = Net(int(ltx.axis_index()))
+    flat = nn.utils.parameters_to_vector(model.parameters()).detach()
+    at = 0
+    for x in model.parameters():
+        x.data = flat[at : at + x.numel()].view_as(x)
+        at += x.numel()
+    train = training(model)
+    state = train.init(model, dict(model.named_buffers()))
+    found = [torch.equal(flat, ltx.broadcast(flat))]
+    state, _ = train(state, batch(0))
+    return [*found, torch.equal(flat, nn.utils.parameters_to_vector(model.parameters())), shows(model, state)]
+
+
+def test_parameters_stay_in_their_memory(ranks: Ranks) -> None:
+    assert all(in_its_own_memory())
+    assert ranks(2).run(in_its_own_memory).replicated() == [True] * 3
+
+
+class Observer(nn.Module):
+    """As torch.ao.quantization's: the first batch says how many channels there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("least", torch.tensor([]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = x.detach().amin(0)
+        if not self.least.numel():
+            self.least.resize_(low.shape).fill_(torch.inf)
+        self.least.copy_(torch.minimum(self.least, low))
+        output: Tensor = self.layer(x - self.least)
+        return output
+
+
+def test_a_buffer_that_changes_its_shape() -> None:
+    model = Observer()
+    train = training(model)
+    state = train.init(model, dict(model.named_buffers()))
+    for number in range(2):
+        state, _ = train(state, batch(number))
+    assert shows(model, state)
+    assert model.least.shape == (4,)
+
+
+@pytest.mark.parametrize("layers", [1, 20])
+def test_hooks_that_come_between_steps_are_refused(layers: int) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+    loss = ltx.data_parallel(lambda p, x: ltx.functional_call(model, p, x).square().mean())
+    train = ltx.train_step(loss, SGD)
+    state, _ = train(train.init(model), batch(0))
+    first: Any = model[0]
+    first.weight.register_hook(torch.zeros_like)
+    refuses(StepError, r"'0.weight' of Sequential has hooks \(register_hook\)", train, state, batch(1))
+
+
 def test_to_module_and_the_next_step() -> None:
     """to_module puts in copies of another state; the next step puts in its own, under the same Parameters."""
     model, train, state = begun()

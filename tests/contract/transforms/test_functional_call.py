@@ -408,6 +408,13 @@ def test_what_cant_be_given(given: Any, error: type[Exception], text: str) -> No
     refuses(error, re.escape(text), ltx.functional_call, net, given, torch.ones(1, 2))
 
 
+def test_two_inputs_that_arent_in_a_tuple() -> None:
+    net = nn.Bilinear(2, 2, 1)
+    both = torch.ones(1, 2), torch.ones(1, 2)
+    text = re.escape("kwargs is a dict of keyword arguments, got tensor") + ".*" + re.escape("(x, y)")
+    refuses(InputError, text, ltx.functional_call, net, params_of(net), *both)
+
+
 @pytest.mark.parametrize("wrapped", [nn.DataParallel, torch.jit.script])
 def test_a_module_whose_tensors_cant_be_replaced(wrapped: Callable[[nn.Module], nn.Module]) -> None:
     module = wrapped(nn.Linear(2, 2))
