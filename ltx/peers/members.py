@@ -205,7 +205,8 @@ class Members(Peers):
         if how == "left" or (how == "failed" and not gone):
             silent = silent_of(self.watcher.look())
             gone |= {place for place, rank in enumerate(ranks) if rank in silent and place != self._rank}
-        return sorted({*gone, *self._ended_peers()} if how == "left" else gone)
+        ended = {*self._ended_peers()} if how != "dead" else set()  # in good order, which is no failure
+        return sorted(gone | ended if how == "left" else gone - ended)
 
     def _ended_peers(self, now: bool = False) -> list[int]:
         return [rank for rank, record in self.records(now).items() if record.on(self.label).ended]

@@ -87,16 +87,13 @@ class AsyncAveraging(NodeStrategy):
     do the same number of steps.
 
     Args:
-        warmup_steps: the number of steps with mean gradients before the first local step.
         sync_interval_ms: the least time between the beginnings of two rounds, in milliseconds.
         schedule: ``(period, delay)`` in place of the clock: after every `period`-th local step, from the first on, a
             round begins, and `delay` steps later ranks wait for its result and add it. 1 <= delay <= period.
-        peer_selection_mode: "all": a round is the mean of all ranks.
         hierarchical, node_size: nodes of `node_size` ranks act as one. The ranks of a node share their gradients at
             every step, so they have the same parameters, and ``metrics.loss`` is the mean over the node. In a round,
             each rank of a node sends a part of the parameters to other nodes. The ranks of a node begin and add rounds
             at the same steps, when the round is due on all of them.
-        bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`Strategy`.
 
     Raises:
         StrategyError: (a ValueError) a field's value isn't allowed.

@@ -110,7 +110,6 @@ class Decentralized(GossipStrategy):
         peer_selection_mode: "all": the mean over all ranks, an all-reduce. "shift_one": ranks pair up, each of the
             lower half with one of the upper half, with a new peer at every communication; a rank sends each parameter
             once, and the number of ranks must be even.
-        communication_interval: as in :class:`GossipStrategy`.
         hierarchical, node_size: nodes of `node_size` ranks first average their weights, then nodes gossip as ranks
             would. The forward pass begins after the average within the node; then each of the m ranks sends an m-th of
             the parameters to other nodes.
@@ -245,7 +244,6 @@ class LowPrecisionDecentralized(GossipStrategy):
     backward pass. Two ranks exchange one message, since left and right are then the same rank.
 
     Args:
-        communication_interval: as in :class:`GossipStrategy`.
         hierarchical, node_size: nodes of `node_size` ranks are the places of the ring, and x is the mean over a node.
             Each of the m ranks sends an m-th of a message to other nodes, with its own grid, and then has the same
             weights as the others of its node.
@@ -254,11 +252,6 @@ class LowPrecisionDecentralized(GossipStrategy):
 
     Raises:
         StrategyError: a field's value isn't allowed; in ``init`` of a train step, a parameter is complex.
-
-    Example:
-        >>> from ltx.strategies.decentralized import LowPrecisionDecentralized
-        >>> LowPrecisionDecentralized(communication_interval=2).layout.params
-        'per_rank'
     """
 
     updates_in_buckets: ClassVar[bool] = True

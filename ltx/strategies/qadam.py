@@ -103,7 +103,6 @@ class QAdam(NodeStrategy):
             residuals differ between ranks, or another hook that computes a mean; also "allreduce", "fp16", "bf16".
         hierarchical, node_size: nodes of `node_size` ranks sum exactly; then each rank exchanges a part between nodes:
             in eight bits after the warm-up, with a grid for each part. The `momentum_hook` mustn't have state.
-        bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`Strategy`.
 
     Raises:
         StrategyError: (a ValueError) a field's value isn't allowed, the optimizer isn't such a qadam, or the

@@ -21,7 +21,7 @@ from ltx.core.comm.operations import OPERATIONS
 from ltx.core.comm.peers import under_way
 from ltx.core.comm.pickling import opened, sealed
 from ltx.core.comm.signature import Agreement, Signature
-from ltx.core.ranks.backings import Describe, Dumped, Key, OfTensor, OfTensors, Rule, Static, Tensors, fresh
+from ltx.core.ranks.backings import Describe, Dumped, Key, OfTensors, Rule, Static, Tensors, fresh
 
 
 class ProcessRanks(AxisComm):
@@ -114,13 +114,6 @@ class ProcessRanks(AxisComm):
         mine = f(tensors, [True] * len(tensors))
         digests = self.exchange(signature, hashlib.blake2b(json.dumps(mine).encode(), digest_size=16).hexdigest())
         return [mine] * len(digests) if len(set(digests)) == 1 else self.exchange(signature, mine)
-
-    def of_first(self, signature: Signature, f: OfTensor, x: torch.Tensor) -> torch.Tensor:
-        mine = f(x)
-        sent = mine.view(-1).view(torch.uint8).to(self.device, copy=True)
-        first = self.user.issue("broadcast", sent, signature.operation, (0,)).wait().to(mine.device)
-        self.peers.own.sent -= 1  # a comparison
-        return first.view(mine.dtype).view(mine.shape)
 
     def tell(self, label: str, numbers: list[int], describe: Describe, key: Key) -> list[list[int]]:
         user, signature = self.user, describe()

@@ -175,10 +175,6 @@ class Ranks:
         """
         return [f(tensors, [False] * len(tensors))]
 
-    def of_first(self, signature: Any, f: OfTensor, x: torch.Tensor) -> torch.Tensor:
-        """``f(x)`` of rank 0, on all ranks; it must be contiguous and of the same shape on all ranks."""
-        return f(x)
-
     def tell(self, label: str, numbers: list[int], describe: Describe, key: Key) -> list[list[int]]:
         """Every rank's integers (equally many), sent in order with the collectives. Compared as by `confirm`."""
         return [numbers]

@@ -10,7 +10,7 @@ import torch
 
 from ltx.core.base import private
 from ltx.core.base.errors import AxisError, UnsupportedError
-from ltx.core.ranks.backings import Levels, OfTensor, OfTensors, Part, Ranks, Rule, Stacked, Static, Tensors
+from ltx.core.ranks.backings import Levels, OfTensors, Part, Ranks, Rule, Stacked, Static, Tensors
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,6 @@ class VmapRanks(Ranks):
             at: Any = here[0] if self.part_of is None else torch.tensor(here, device="cpu")
             rows.append(f([x if dim is None else x.movedim(dim, 0)[at] for x, dim in split], apart))
         return rows
-
-    def of_first(self, signature: Any, f: OfTensor, x: torch.Tensor) -> torch.Tensor:
-        first: torch.Tensor = self.by_rank(signature, lambda xs, _: f(xs[0]), [x])[0]
-        return first
 
     def _split(self, x: torch.Tensor) -> tuple[torch.Tensor, int | None]:
         """The unwrapped tensor of `x`, and its dimension for the ranks; None if the ranks share one value."""

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 from ltx.core import comm
 from ltx.core.base import private, traced, tree
 from ltx.core.base.errors import StepError
-from ltx.core.training.train_state import DonatedTensor, TrainState, followers, give_away, unpickled
+from ltx.core.training.train_state import DonatedTensor, TrainState, followers, give_away
 from ltx.core.transforms.compare import tensors_by_path
 
 # {a parameter or buffer of a module: a weak reference to the Follower that has it, or had it last}
@@ -85,7 +85,7 @@ class Follower:
         return Follower(module, self._trained, [*self.buffers], (_ALONE, next(_count)))
 
     def __reduce__(self) -> Any:
-        return unpickled, (self.key, self.kind)
+        return tuple, ((self.key, self.kind),)  # TrainState.__setstate__ looks it up
 
     def show(self, state: TrainState, moved: bool = True) -> None:
         """The module shows `state`, whose parameters are in other memory than those that it shows if `moved`."""

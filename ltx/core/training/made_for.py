@@ -145,7 +145,8 @@ def adopted(train: Any, state: TrainState, params: Literal["mean", "rank0"]) -> 
     out = ({*tree.leaf_paths(state.frozen)} - {*was.left_out}) | now_out
     fresh = replace(train, trainable=lambda path: path not in out)
     new = fresh.gather(fresh.init(whole))
-    kept = {} if new.layout.optimizer[0] != was.optimizer[0] else _by_path(opt_state)
+    same, wanted = new.layout.optimizer[0] == was.optimizer[0], _by_path(new.opt_state)
+    kept = {path: x for path, x in _by_path(opt_state).items() if same and path in wanted}
     sync_state = new.held_sync_state
     if new.layout.strategy == was.strategy and not was.copies_of:
         leaves_kept = _with_values(sync_state.leaves, _by_path(state.held_sync_state.leaves))

@@ -126,7 +126,7 @@ def _check_apart(group: Sequence[tuple[int, int, str, torch.Tensor]]) -> None:
 
 
 def taken_from(module: torch.nn.Module, axis: Axis, trainable: Trainable) -> tuple[Tree, Tree]:
-    """(trained, frozen) parameters of `module`, in the module's memory, with rank 0's values on every rank."""
+    """(trained, frozen) parameters of `module`, in the module's memory, which has rank 0's values on every rank."""
     parameters = dict(module.named_parameters())
     tree.check_tensors(parameters, "train.init(module)")
     if axis.ranks.overlaps:
@@ -134,7 +134,8 @@ def taken_from(module: torch.nn.Module, axis: Axis, trainable: Trainable) -> tup
     trained, frozen = split(parameters, trainable)
     begins(tree.flatten(trained)[0])
     with torch.no_grad():
-        totals = zip(parameters.values(), accumulate(x.nbytes for x in parameters.values()), strict=True)
+        sent = [*parameters.values(), *filter(_is_plain, module.buffers())]  # the step may read buffers, too
+        totals = zip(sent, accumulate(x.nbytes for x in sent), strict=True)
         for _, piece in groupby(totals, lambda pair: pair[1] // _PIECE_BYTES) if axis.size > 1 else ():
             mine = [parameter for parameter, _ in piece]
             given = collectives.broadcast([x.detach() for x in mine], axis=axis)
@@ -142,6 +143,10 @@ def taken_from(module: torch.nn.Module, axis: Axis, trainable: Trainable) -> tup
                 parameter.detach().copy_(value)  # others may look at this memory: another process, a flat buffer
     held: tuple[Tree, Tree] = tree.map(torch.Tensor.detach, (trained, frozen))
     return held
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    return x.layout is torch.strided and not (x.is_meta or x.is_quantized)
 
 
 def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Module:

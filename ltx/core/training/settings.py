@@ -90,7 +90,8 @@ def check_kept(buffers: Tree, step: DataParallel) -> None:
         if leaf.is_floating_point() and leaf.dtype != precision.compute:
             raise StepError(
                 f"train_step: the buffer {path!r} is {tree.describe(leaf)}, and would be rounded to "
-                f"{precision.compute} at every step. Keep the buffers as they are: ltx.Precision(..., keep=(1,))."
+                f"{precision.compute} at every step. Keep the buffers as they are: ltx.Precision(..., keep=(1,)); with "
+                'batch norm its parameters too, such as keep_params=("*norm*",).'
             )
 
 

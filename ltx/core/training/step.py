@@ -278,7 +278,7 @@ class EagerStep(Step):
         options = CallOptions(True, self.info.step, hook, self.state.frozen, (leaves, self.spec), known)
         with comm.span("forward"), torch.enable_grad():
             run, (loss, buffers, aux) = self.called(given, options, self._calls.recorded())
-        if self.in_place and not (buffers is aux is None):  # outputs mustn't change with the parameters
+        if (self.in_place or self.later) and not (buffers is aux is None):  # they mustn't change with the parameters
             buffers, aux = unshared((buffers, aux), leaves)
         total, weight = loss.checked() if isinstance(loss, Weighted) else (loss, None)
         asked = run.mean and weight is None and (run.local or run.known.within is not None)

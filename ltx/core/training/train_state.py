@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -77,20 +77,6 @@ _Lease = list[int | str | None]
 followers: weakref.WeakValueDictionary[tuple[str, int], Any] = weakref.WeakValueDictionary()
 
 
-class LeftModule(NamedTuple):
-    """The follower of a pickled state, in a process that hasn't got it: its key, and the class of its module."""
-
-    key: tuple[str, int]
-    kind: str
-
-    def __reduce__(self) -> Any:
-        return unpickled, tuple(self)
-
-
-def unpickled(key: tuple[str, int], kind: str) -> Any:
-    return followers.get(key) or LeftModule(key, kind)
-
-
 @dataclass(frozen=True, eq=False)
 class TrainState(Readable):
     """Parameters, buffers, optimizer state and communication state after `step` steps.
@@ -121,7 +107,7 @@ class TrainState(Readable):
         of_step: whether a step or init has made this state, or it is a copy of such; else the program has.
         made_by: the train step that has made this very object, or took it for one of its own; else None.
         resolved: what that step had asked (:class:`ltx.core.training.resolved.Resolved`).
-        left: the module that followed it, in the process in which it was pickled.
+        left: of the module that followed it, in the process in which it was pickled, the follower's key and the class.
     """
 
     params: Tree
@@ -139,7 +125,7 @@ class TrainState(Readable):
     of_step: bool = field(default=False, init=False, repr=False)
     made_by: Any = field(default=None, init=False, repr=False)
     resolved: Any = field(default=None, init=False, repr=False)
-    left: LeftModule | None = field(default=None, init=False, repr=False)
+    left: tuple[Any, str] | None = field(default=None, init=False, repr=False)
     # The parts of an instance, read without noting it in `seen`.
     held_params: ClassVar[Tree]
     held_buffers: ClassVar[Tree]
@@ -177,9 +163,9 @@ class TrainState(Readable):
         return self.__dict__ | alone
 
     def __setstate__(self, parts: dict[str, Any]) -> None:
-        module = parts["module"] or parts.get("left")
-        left = module if isinstance(module, LeftModule) else None
-        self.__dict__.update(parts, module=None if left else module, left=left)
+        left = parts["module"] or parts.get("left")
+        module = followers.get(left[0]) if isinstance(left, tuple) else left
+        self.__dict__.update(parts, module=module, left=None if module else left)
 
     def check_owned(self, training: bool = False) -> None:
         """Raise if this state was donated or is invalid. Values that were put into its module are its own from now on.

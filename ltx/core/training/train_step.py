@@ -237,7 +237,7 @@ class TrainStep(TrainSettings):
             resolved = None
             check_made_for(self, state)
             if state.left:
-                warnings.warn(_LEFT.format(state.left.kind), UserWarning, stacklevel=3)
+                warnings.warn(_LEFT.format(state.left[1]), UserWarning, stacklevel=3)
         leaves, spec = tree.flatten(params) if resolved is None else (resolved.leaves, resolved.spec)
         buffers, transforming = state.held_buffers, is_transforming()
         if not transforming and torch.is_grad_enabled():

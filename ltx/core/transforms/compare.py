@@ -1,7 +1,6 @@
 """Compare tensors between ranks by their digests, through the store or within one process.
 
-Parameters are compared at the first call of a step, and under ``ltx.debug_checks()`` at every call. Tensors are only
-sent under debug_checks, if digests differ: each rank gets rank 0's leaf, to say by how much its own differs.
+Parameters are compared at the first call of a step, and under ``ltx.debug_checks()`` at every call. No tensor is sent.
 """
 
 from __future__ import annotations
@@ -152,40 +151,9 @@ def check_in_debug(axis: Axis, params: Tree) -> None:
     """Under ``ltx.debug_checks()``: raise ReplicaDivergedError on every rank unless `params` are the same on all."""
     if not under_way:
         return
-    leaves = tensors_by_path(params)
+    where = f"This is the step called at {caller()}. " if axis.ranks.overlaps else ""
     # Below transforms, so that a transform around the step doesn't record the comparison.
     with private.below_transforms(), torch.no_grad():
+        leaves = tensors_by_path(params)
         paths, tensors = [path for path, _ in leaves], [leaf for _, leaf in leaves]
-        signature = comm.Signature.of("the parameters of data_parallel", paths, tensors)
-        by_leaf = zip(leaves, zip(*digests_by_rank(axis, leaves, signature), strict=True), strict=True)
-        differ = [leaf for leaf, digests in by_leaf if len(set(digests)) > 1]
-        if not differ:
-            return
-        path, mine = differ[0]
-        said = comm.Signature(f"the difference in leaf {path!r}", ())
-        first = axis.ranks.of_first(said, values, mine)
-        texts = axis.ranks.by_rank(said, lambda xs, _: _difference(values(xs[0]), first), [mine])
-    told, names = {rank: text for rank, text in enumerate(texts) if text}, [name for name, _ in differ]
-    where = f" This is the step called at {caller()}." if axis.ranks.overlaps else ""
-    more = f" {len(names)} leaves differ: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}."
-    raise ReplicaDivergedError(
-        f"axis {axis.name!r}: parameters should be the same on every rank, but leaf {path!r} ({tree.describe(first)}) "
-        f"isn't rank 0's on {comm.list_values(told)}.{more if len(names) > 1 else ''}{where} {_FIX}"
-    )
-
-
-def _difference(mine: torch.Tensor, theirs: torch.Tensor) -> str:
-    """How `mine` differs from `theirs`, bit by bit; "" if it doesn't."""
-    size = mine.element_size()
-    differ = (bits(mine) != bits(theirs)).view(-1, size).any(1)
-    count = int(differ.sum())
-    if not count:
-        return ""
-    wide = torch.complex128 if mine.is_complex() else torch.float64
-    a, b = mine.view(-1).to(wide), theirs.view(-1).to(wide)
-    distance = torch.where(differ, (a - b).abs(), -1.0)
-    worst = int(distance.argmax())  # the place of a NaN, if there is one
-    at = [int(i) for i in torch.unravel_index(torch.tensor(worst, device="cpu"), mine.shape)] if mine.ndim else []
-    value, other = (t.view(-1)[worst].item() for t in (mine, theirs))
-    by = f"by {float(distance[worst]):.6g} ({value!r} instead of {other!r})"
-    return f"{count} of {differ.numel()} elements differ, most at {at}, {by}"
+        check_leaves(axis, leaves, where + _FIX, comm.Signature.of("the parameters of data_parallel", paths, tensors))

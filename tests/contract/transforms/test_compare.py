@@ -85,10 +85,10 @@ def test_parameters_that_differ(on_new_axis: OnNewAxis, way: str) -> None:
 
     text, after = on_new_axis(run).replicated()
     stacked = way == "vmap over models"
-    what, counted, at = ("float32[2, 3]", "2 of 6", [1, 2]) if stacked else ("float32[3]", "2 of 3", [2])
+    what = "float32[2, 3]" if stacked else "float32[3]"
     assert text.startswith(
-        f"axis 'data': parameters should be the same on every rank, but leaf 'w' ({what}) isn't rank 0's on rank 1: "
-        f"{counted} elements differ, most at {at}, by 0.5 (2.5 instead of 3.0). This is the step called at "
+        f"axis 'data': leaf 'w' ({what}) should be the same on every rank, and differs on rank 1 from rank 0 (no value "
+        "has a majority). This is the step called at "
     )
     assert "test_compare.py:" in text
     assert text.endswith(FIX)
@@ -99,29 +99,28 @@ def nans(payload: int) -> Tensor:
     return torch.tensor([0x7FC00000 + payload, 0], dtype=torch.int32).view(torch.float32)
 
 
-#: name: (a leaf of rank 0, of rank 1, how the latter differs)
-VALUES: dict[str, tuple[Tensor, Tensor, str]] = {
-    "0-dim": (torch.tensor(1.0), torch.tensor(2.0), "1 of 1 elements differ, most at [], by 1 (2.0 instead of 1.0)"),
-    "order": (torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0]), "2 of 2 elements differ, most at [0], by 1 ("),
-    "equal pairs": (torch.ones(4), torch.zeros(4), "4 of 4 elements differ, most at [0], by 1 (0.0 instead of 1.0)"),
+#: name: (a leaf of rank 0, of rank 1)
+VALUES: dict[str, tuple[Tensor, Tensor]] = {
+    "0-dim": (torch.tensor(1.0), torch.tensor(2.0)),
+    "order": (torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])),
+    "equal pairs": (torch.ones(4), torch.zeros(4)),
     "one bit": (
         torch.ones(2, 2),
         torch.ones(2, 2).index_put_((torch.tensor(1), torch.tensor(0)), torch.tensor(1.0 + 2**-23)),
-        "1 of 4 elements differ, most at [1, 0], by 1.19209e-07",
     ),
-    "NaN": (torch.ones(2), torch.tensor([1.0, torch.nan]), "1 of 2 elements differ, most at [1], by nan (nan instead"),
-    "NaN and more": (torch.zeros(2), torch.tensor([9.0, torch.nan]), "2 of 2 elements differ, most at [1], by nan"),
-    "bits of NaN": (nans(0), nans(1), "1 of 2 elements differ, most at [0], by nan (nan instead of nan)"),
-    "infinite": (torch.ones(1), torch.tensor([torch.inf]), "1 of 1 elements differ, most at [0], by inf"),
-    "signed zero": (torch.zeros(1), -torch.zeros(1), "1 of 1 elements differ, most at [0], by 0 (-0.0 instead of 0.0)"),
-    "bfloat16": (torch.ones(3).bfloat16(), torch.zeros(3).bfloat16(), "3 of 3 elements differ, most at [0], by 1"),
-    "float8": (torch.ones(3), torch.zeros(3), "3 of 3 elements differ, most at [0], by 1 (0.0 instead of 1.0)"),
-    "complex": (torch.ones(2, dtype=torch.complex64), torch.tensor([1, 1 + 1j]), "most at [1], by 1 ((1+1j) instead"),
-    "conjugate": (torch.tensor([1j]), torch.tensor([1j]).conj(), "1 of 1 elements differ, most at [0], by 2"),
-    "bool": (torch.tensor([True]), torch.tensor([False]), "most at [0], by 1 (False instead of True)"),
-    "int64": (torch.tensor([7, 7]), torch.tensor([7, 2]), "1 of 2 elements differ, most at [1], by 5 (2 instead of 7)"),
-    "strided": (torch.zeros(2, 3).T, torch.eye(2, 3).T, "2 of 6 elements differ, most at [0, 0], by 1"),
-    "expanded": (torch.zeros(2, 3), torch.ones(1).expand(2, 3), "6 of 6 elements differ, most at [0, 0], by 1"),
+    "NaN": (torch.ones(2), torch.tensor([1.0, torch.nan])),
+    "NaN and more": (torch.zeros(2), torch.tensor([9.0, torch.nan])),
+    "bits of NaN": (nans(0), nans(1)),
+    "infinite": (torch.ones(1), torch.tensor([torch.inf])),
+    "signed zero": (torch.zeros(1), -torch.zeros(1)),
+    "bfloat16": (torch.ones(3).bfloat16(), torch.zeros(3).bfloat16()),
+    "float8": (torch.ones(3), torch.zeros(3)),
+    "complex": (torch.ones(2, dtype=torch.complex64), torch.tensor([1, 1 + 1j])),
+    "conjugate": (torch.tensor([1j]), torch.tensor([1j]).conj()),
+    "bool": (torch.tensor([True]), torch.tensor([False])),
+    "int64": (torch.tensor([7, 7]), torch.tensor([7, 2])),
+    "strided": (torch.zeros(2, 3).T, torch.eye(2, 3).T),
+    "expanded": (torch.zeros(2, 3), torch.ones(1).expand(2, 3)),
 }
 
 
@@ -129,7 +128,7 @@ VALUES: dict[str, tuple[Tensor, Tensor, str]] = {
 @pytest.mark.parametrize("name", VALUES)
 def test_every_dtype_and_layout(on_new_axis: OnNewAxis, name: str) -> None:
     """The differing leaf is frozen, so that integers may be tried too."""
-    *pair, expected = VALUES[name]
+    pair = [*VALUES[name]]
 
     def run() -> tuple[str, str]:
         if name == "float8":  # which can't be sent to a worker
@@ -150,8 +149,7 @@ def test_every_dtype_and_layout(on_new_axis: OnNewAxis, name: str) -> None:
         return str(caught.value), ltx.tree.describe(pair[0])
 
     text, what = on_new_axis(run).replicated()
-    assert f"leaf 'frozen' ({what}) isn't rank 0's on rank 1: " in text
-    assert expected in text
+    assert f"leaf 'frozen' ({what}) should be the same on every rank, and differs on rank 1" in text
 
 
 def test_several_ranks_and_leaves(ranks: Ranks) -> None:
@@ -164,8 +162,8 @@ def test_several_ranks_and_leaves(ranks: Ranks) -> None:
 
     text = ranks(3).run(run).replicated()
     assert (
-        "leaf 'b' (float32[]) isn't rank 0's on rank 2: 1 of 1 elements differ, most at [], by 1 (1.0 instead of 0.0). "
-        "2 leaves differ: b, w." in text
+        "leaf 'b' (float32[]) should be the same on every rank, and differs on rank 2 from what 2 of 3 ranks have. So "
+        "do 1 more: 'w'." in text
     )
 
 
@@ -293,7 +291,7 @@ def test_nodes_whose_parameters_may_differ(simulated: bool, ranks: Ranks) -> Non
     assert torch.equal(w[2], w[3])
     assert not torch.equal(w[0], w[2])
     assert told
-    assert all("isn't rank 0's on rank 1: " in text for text in told)
+    assert all("should be the same on every rank, and differs on rank 1" in text for text in told)
 
 
 @pytest.mark.parametrize("inner", ["grad", "vmap of grad", "jvp of grad"])
@@ -315,8 +313,8 @@ def test_simulated_ranks(inner: str) -> None:
     with pytest.raises(ReplicaDivergedError, match=r"leaf 'w' .* differs on rank 3 from what 3 of 4 ranks have"):
         ltx.vmap(calls[inner])(broken, x)
     assert text == (
-        "axis 'data': parameters should be the same on every rank, but leaf 'w' (float32[3]) isn't rank 0's on rank 3: "
-        f"1 of 3 elements differ, most at [1], by 2 (0.0 instead of -2.0). {FIX}"
+        "axis 'data': leaf 'w' (float32[3]) should be the same on every rank, and differs on rank 3 from what 3 of 4 "
+        f"ranks have. {FIX}"
     )
 
 
@@ -337,4 +335,4 @@ def test_simulated_ranks_under_another_vmap(outer: int, within: int) -> None:
     call = torch.func.vmap(on_ranks, in_dims=(outer, None))
     with ltx.debug_checks():
         call(stacked(False), x)
-        refuses(ReplicaDivergedError, r"on rank 2: 1 of 15 elements differ, .* by 1 \(", call, stacked(True), x)
+        refuses(ReplicaDivergedError, "differs on rank 2 from what 3 of 4 ranks have", call, stacked(True), x)
