@@ -45,12 +45,39 @@ def trained(row: Row, problem: Problem, reload_at: int = -1, **kwargs: Any) -> t
     return history, (state.params, state.opt_state, state.sync_state), [e.label for e in trace.events]
 
 
+def shared(row: Row, problem: Problem, overlap: str) -> list[str]:
+    """After which steps which states lie in the memory of parameters, to which the program may write between steps."""
+    train, found = trainer(row, overlap=overlap), []
+    state = train.init(tensors(problem.start))
+    for step, batch in enumerate(problem.batches()):
+        state, _ = train(state, *batch)
+        places = {x.untyped_storage().data_ptr() for x in state.params.values()}
+        held = {"opt_state": state.opt_state, "sync_state": state.sync_state}
+        leaves = zip(ltx.tree.leaf_paths(held), ltx.tree.flatten(held)[0], strict=True)
+        found += [f"{path} after step {step}" for path, x in leaves if x.untyped_storage().data_ptr() in places]
+    train.finish(state)
+    return found
+
+
 def assert_is(history: Trained, expected: list[list[Params]], rank: int, tolerance: float) -> None:
     for step, (got, by_rank) in enumerate(zip(history, expected, strict=True)):
         for name, tensor in got.items():
             np.testing.assert_allclose(
                 tensor.numpy(), by_rank[rank][name], tolerance, tolerance, err_msg=f"{name} of rank {rank}, step {step}"
             )
+
+
+@pytest.mark.full(but=4)
+@pytest.mark.parametrize("overlap", ["backward", "update"])
+@pytest.mark.parametrize("name", NAMES)
+def test_no_state_lies_in_the_memory_of_parameters(name: str, overlap: str, ranks: Ranks, seed: int) -> None:
+    row, n = ROWS[name], ROWS[name].ranks[0]
+    try:
+        trainer(row, overlap=overlap)
+    except ltx.errors.LtxError:
+        pytest.skip("it has no such update")
+    for found in ranks(n).run(shared, row, make_problem(seed, n), overlap):
+        assert not found
 
 
 @pytest.mark.full(but=3)
