@@ -29,9 +29,9 @@ _followers = WeakTensorKeyDictionary()
 _ALONE, _count = os.urandom(8).hex(), itertools.count()
 
 _ENDED = (
-    "this TrainState has ended: train.init was called with its module once more, and the module's weights belong to "
-    "the state that this call made. Go on with that one. To keep an older one, copy.deepcopy(state) before; "
-    "dataclasses.replace(copy, module=None) goes on without the module."
+    "this TrainState has ended: train.init was called once more, with its module or one that shares weights with it, "
+    "which belong to the state that this call made. Go on with that one. To keep an older one, copy.deepcopy(state) "
+    "before; dataclasses.replace(copy, module=None) goes on without the module."
 )
 _COMPILED = (
     "compiled steps don't move a module: this {} has no present values, the train state has. Give it the state's by "

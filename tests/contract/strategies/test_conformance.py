@@ -59,6 +59,23 @@ def shared(row: Row, problem: Problem, overlap: str) -> list[str]:
     return found
 
 
+def outputs_before(row: Row, **kwargs: Any) -> list[list[Any]]:
+    """Of each step: the parameters before it, what it returned as aux, and as its buffer; these are the parameters."""
+
+    def loss(params: Any, old: Any, x: Tensor) -> Any:
+        return sum((p * x).sum() for p in params.values()), {"w": params["w"].detach()}, params["w"]
+
+    step = ltx.data_parallel(loss, row.strategy)
+    train = ltx.train_step(step, row.optimizer, has_aux=True, **kwargs)
+    state, found = train.init({name: torch.ones(3) for name in "uvw"}, {"w": torch.ones(3)}), []
+    for x in torch.ones(6, 3):
+        before = state.params["w"].tolist()
+        state, metrics = train(state, x)
+        found.append([before, metrics.aux.tolist(), state.buffers["w"].tolist()])
+    train.finish(state)
+    return found
+
+
 def assert_is(history: Trained, expected: list[list[Params]], rank: int, tolerance: float) -> None:
     for step, (got, by_rank) in enumerate(zip(history, expected, strict=True)):
         for name, tensor in got.items():
@@ -78,6 +95,15 @@ def test_no_state_lies_in_the_memory_of_parameters(name: str, overlap: str, rank
         pytest.skip("it has no such update")
     for found in ranks(n).run(shared, row, make_problem(seed, n), overlap):
         assert not found
+
+
+@pytest.mark.full(but=4)
+@pytest.mark.parametrize("guard", ["off", "skip"])
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_that_are_parameters_are_those_before_the_update(name: str, guard: str, ranks: Ranks) -> None:
+    for found in ranks(ROWS[name].ranks[0]).run(outputs_before, ROWS[name], guard=guard):
+        for before, aux, buffer in found:
+            assert before == aux == buffer
 
 
 @pytest.mark.full(but=3)

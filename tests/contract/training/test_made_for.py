@@ -234,6 +234,13 @@ def test_moments_of_those_that_stay(seed: int) -> None:
     assert state.frozen is None
 
 
+def test_parts_in_turns_have_nothing_of_each_other() -> None:
+    parts = {name: ltx.train_step(ltx.data_parallel(loss), ADAM, trainable=name) for name in ("w", "b")}
+    state = parts["w"].init({"w": torch.randn(3, 2), "b": torch.randn(2)})
+    state, _ = parts["w"](state, torch.randn(4, 3))
+    assert "optimizer state new" in parts["b"].adopt(state).layout.adopted
+
+
 def test_errors() -> None:
     state = DDP.init({"w": torch.tensor(1.0)})
     assert 'adopt: params must be "mean" or "rank0", got \'median\'' in said(StepError, DDP.adopt, state, "median")

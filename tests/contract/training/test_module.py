@@ -429,6 +429,19 @@ def test_parameters_stay_in_their_memory(ranks: Ranks) -> None:
     assert ranks(2).run(in_its_own_memory).replicated() == [True] * 3
 
 
+def test_buffers_that_nothing_writes_to_are_rank_0s(ranks: Ranks) -> None:
+    """Random Fourier features, say, of which a step takes the module's own."""
+
+    def run() -> Tensor:
+        model = nn.Linear(2, 2)
+        model.register_buffer("fixed", torch.full((2,), float(ltx.axis_index())))
+        ltx.train_step(ltx.data_parallel(lambda p, x: p["weight"].sum() * x), SGD).init(model)
+        assert isinstance(model.fixed, Tensor)
+        return model.fixed
+
+    assert ranks(2).run(run).replicated().tolist() == [0.0, 0.0]
+
+
 class Observer(nn.Module):
     """As torch.ao.quantization's: the first batch says how many channels there are."""
 

@@ -52,6 +52,12 @@ SCRIPTS = {
         "init(timeout=timeout)\nprint(total())\nif world().rank == 0: sys.exit(0)\ntime.sleep(0.3)\nprint('later')",
         [(0, "3.0"), (0, "later")],
     ),
+    "init again, after the other has ended in good order": (
+        "out = init(timeout=timeout).rank, total()\n"
+        "if world().rank == 1: time.sleep(0.5)\n"
+        "print(*out, init(timeout=timeout).size)",
+        [(0, "0 3.0 2"), (0, "1 3.0 2")],
+    ),
     "an exception on one rank while the other waits for it": (
         "try:\n"
         "    with init(timeout=timeout):\n"
