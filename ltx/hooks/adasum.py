@@ -67,8 +67,7 @@ class Adasum(CommHook):
     def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
         if dtype.is_complex:
             raise StrategyError(
-                f"{self!r} combines real gradients, and a parameter is {dtype}. Keep real and imaginary parts apart "
-                "(torch.view_as_real)."
+                f"{self!r} combines real gradients, and a parameter is {dtype}: see torch.view_as_real."
             )
         narrow = dtype if self.dtype is None or dtype.itemsize <= self.dtype.itemsize else self.dtype
         return Packing(narrow, 1.0, None)

@@ -19,8 +19,7 @@ class Chunk(NamedTuple):
     numel: int
     dtype: torch.dtype
     given: torch.Tensor | None  # this rank's input
-    # Copies this rank's part of the result out of all ranks' slots. If it reduces them, it returns the reduction.
-    take: Callable[[list[torch.Tensor]], Any]
+    take: Callable[[list[torch.Tensor]], Any]  # copies this rank's result out of all ranks' slots; returns a reduction
     reduce: Callable[..., torch.Tensor] | None = None  # combines two slots in a reduction: (a, b, out=)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import cmath
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -28,9 +28,6 @@ from ltx.core.transforms.run import CallOptions, Weighted
 from ltx.core.transforms.strategy import StepInfo, Updated, exchange, shares_gradients
 from ltx.core.transforms.sync_state import SyncState, plain_values
 from ltx.typing import Tree
-
-if TYPE_CHECKING:
-    pass
 
 _SHOWN = 4
 

@@ -174,9 +174,7 @@ def _looking(
         left = [(name, x) for name, x in own if x.requires_grad]
         if not derived and (place := first_hooked([x for _, x in left])) is not None:
             raise StepError(hooked_text(f"the step uses a module whose {left[place][0]!r} ({type(module).__name__})"))
-    buffers = [(module, buffer) for module in modules for buffer in Members(module).buffers]
-    with private.below_transforms(), torch.no_grad():
-        watched = [(*both, both[1].tensor.detach().clone()) for both in buffers]
+    watched = [(module, buffer, _told(buffer.tensor)) for module in modules for buffer in Members(module).buffers]
     before = {} if private.in_transform() else {path: (x, _told(x)) for path, x in tensors_by_path(params)}
     try:
         yield True
@@ -193,10 +191,10 @@ def _looking(
         if norms and any(text in str(error) for text in _IN_PLACE):
             raise StepError(own_buffer_text(norms[0])) from error
         raise
-    for module, buffer, value in watched:
-        x = buffer.tensor
-        other = not x.is_meta and x.shape == value.shape and not same_values([x], [value])
-        own_written([buffer._replace(version=-1) if other else buffer], type(module).__name__, in_place)
+    for module, buffer, told in watched:
+        own_written(
+            [buffer] if _told(buffer.tensor) == told else [buffer._replace(version=-1)], type(module).__name__, in_place
+        )
     written = {path: x for path, (x, told) in before.items() if _told(x) != told}
     for path in (path for path, x in written.items() if x.requires_grad):
         raise StepError(_WRITES.format(f"{path!r}, a parameter that it was given and that is trained"))
@@ -209,7 +207,7 @@ def _told(x: torch.Tensor) -> tuple[Any, ...]:
     """What differs after a write to `x`. Writes through ``x.data`` aren't counted in its version."""
     if x.is_meta or type(x) not in (torch.Tensor, nn.Parameter) or x.layout != torch.strided:
         return ()
-    with torch.no_grad():
+    with private.below_transforms(), torch.no_grad():
         return version_of(x), digest(values(x))
 
 

@@ -249,6 +249,13 @@ placed: ContextVar[tuple[Swap, ...]] = ContextVar("placed", default=())
 Kept = tuple[torch.Tensor, int, torch.Tensor]
 
 
+_THREADS = "Two threads called it at a time: give each a module of its own (copy.deepcopy)."
+_ASSIGNED = (
+    "It was assigned another tensor, which would be lost. Values that follow the batch are buffers: register_buffer, "
+    "and return_buffers=True. Or assign it between two calls."
+)
+
+
 class Swap:
     """Replaces a module's tensors by others during a call.
 
@@ -366,19 +373,11 @@ class Swap:
                 self._after[name] = found.get(name)
                 if found.get(name) is not x:  # it was replaced, which counts as a write
                     self.first[name] = x, -1, value
-        module = type(self.members.module).__name__
-        for name, own in self._own.items():
-            if found[name] is own is not self.tensors[name]:
-                raise UnsupportedError(
-                    f"functional_call: {module} lost the {name!r} that it was given, during the call. Two threads "
-                    "called it at a time: give each a module of its own (copy.deepcopy)."
-                )
-            if found[name] is not self.tensors[name] and name not in self.first:
-                raise StepError(
-                    f"functional_call: {module} assigned another tensor to its parameter {name!r}, which would be "
-                    "lost. Values that follow the batch are buffers: register_buffer, and return_buffers=True. Or "
-                    "assign it between two calls."
-                )
+        lost = [name for name in self._own if found[name] is not self.tensors[name] and name not in self.first]
+        if lost:
+            why = _THREADS if found[lost[0]] is self._own[lost[0]] else _ASSIGNED
+            module = type(self.members.module).__name__
+            raise StepError(f"functional_call: {module} lost the {lost[0]!r} that it was given, during the call. {why}")
 
     def again(self) -> Callable[[], AbstractContextManager[None]]:
         """A function that puts the tensors in again, for the recomputation of a part of this call.

@@ -130,8 +130,7 @@ def of_writing(how: str, trained: bool, layers: int) -> str:
 def test_a_module_that_writes_to_its_parameters(how: str, trained: bool, layers: int, ranks: Ranks) -> None:
     for text in (*ranks(2).run(of_writing, how, trained, layers), of_writing(how, trained, layers)):
         if how == "anew":
-            assert "Writing assigned another tensor to its parameter 'shift'" in text
-            assert "register_buffer" in text
+            assert "Writing lost the 'shift' that it was given, during the call. It was assigned another" in text
         elif trained:
             assert "the step writes to " in text
             assert "Write to it between two steps" in text
