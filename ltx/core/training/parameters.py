@@ -140,7 +140,10 @@ def taken_from(module: torch.nn.Module, axis: Axis, trainable: Trainable) -> tup
             mine = [parameter for parameter, _ in piece]
             given = collectives.broadcast([x.detach() for x in mine], axis=axis)
             for parameter, value in zip(mine, given, strict=True):
-                parameter.detach().copy_(value)  # others may look at this memory: another process, a flat buffer
+                if 0 in parameter.stride():  # an expanded one can't be written to
+                    parameter.data = value
+                else:  # others may look at this memory: another process, a flat buffer
+                    parameter.detach().copy_(value)
     held: tuple[Tree, Tree] = tree.map(torch.Tensor.detach, (trained, frozen))
     return held
 

@@ -192,9 +192,8 @@ def _looking(
             raise StepError(own_buffer_text(norms[0])) from error
         raise
     for module, buffer, told in watched:
-        own_written(
-            [buffer] if _told(buffer.tensor) == told else [buffer._replace(version=-1)], type(module).__name__, in_place
-        )
+        now = buffer if _told(buffer.tensor) == told else buffer._replace(version=-1)
+        own_written([now], type(module).__name__, in_place)
     written = {path: x for path, (x, told) in before.items() if _told(x) != told}
     for path in (path for path, x in written.items() if x.requires_grad):
         raise StepError(_WRITES.format(f"{path!r}, a parameter that it was given and that is trained"))
@@ -205,7 +204,7 @@ def _looking(
 
 def _told(x: torch.Tensor) -> tuple[Any, ...]:
     """What differs after a write to `x`. Writes through ``x.data`` aren't counted in its version."""
-    if x.is_meta or type(x) not in (torch.Tensor, nn.Parameter) or x.layout != torch.strided:
+    if type(x) not in (torch.Tensor, nn.Parameter) or x.layout != torch.strided or x.is_meta or x.is_quantized:
         return ()
     with private.below_transforms(), torch.no_grad():
         return version_of(x), digest(values(x))

@@ -143,8 +143,8 @@ def init(
         session = None
         forget()
     # The user may have destroyed the default group, which other libraries expect after ltx.init.
-    gone = session is not None and session.settings["placement"].master is not None and not dist.is_initialized()
-    has_failed = session is not None and (gone or comm.has_failed(of_peers=True))
+    own = session is not None and session.world.launcher != "user" and session.settings["placement"].master is not None
+    has_failed = session is not None and (comm.has_failed(of_peers=True) or (own and not dist.is_initialized()))
     if session is not None and has_failed:
         session = again(session)
     if session is None:

@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -427,6 +428,29 @@ def in_its_own_memory() -> list[bool]:
 def test_parameters_stay_in_their_memory(ranks: Ranks) -> None:
     assert all(in_its_own_memory())
     assert ranks(2).run(in_its_own_memory).replicated() == [True] * 3
+
+
+def test_an_expanded_parameter_and_a_quantized_buffer(ranks: Ranks) -> None:
+    """The one can't be written to, the other can't be compared or sent; torch warns of quantized tensors."""
+
+    class Odd(Net):
+        def __init__(self) -> None:
+            super().__init__(int(ltx.axis_index()))
+            self.place = nn.Parameter(torch.randn(1, 4).expand(8, 4), requires_grad=False)
+            with warnings.catch_warnings(action="ignore"):
+                self.register_buffer("codes", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + self.place)
+
+    def run() -> list[float]:
+        model = Odd()
+        train = training(model)
+        buffers = {name: x for name, x in model.named_buffers() if name != "codes"}
+        state, _ = train(train.init(model, buffers), batch(0))
+        return list(state.params["place"][3].tolist())
+
+    assert len(ranks(2).run(run).replicated()) == 4
 
 
 def test_buffers_that_nothing_writes_to_are_rank_0s(ranks: Ranks) -> None:
