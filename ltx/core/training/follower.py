@@ -26,7 +26,7 @@ from ltx.core.transforms.compare import tensors_by_path
 
 # {a parameter or buffer of a module: a weak reference to the Follower that has it, or had it last}
 _followers = WeakTensorKeyDictionary()
-_ALONE, _count = os.urandom(8).hex(), itertools.count()
+_PROCESS, _count = os.urandom(8).hex(), itertools.count()
 
 _ENDED = (
     "this TrainState has ended: train.init was called once more, with its module or one that shares weights with it, "
@@ -82,7 +82,7 @@ class Follower:
         module = memo.get(id(self._module))  # it was copied together with the state
         if module is None or self.ended or not {*self._trained} <= dict(module.named_parameters()).keys():
             return self
-        return Follower(module, self._trained, [*self.buffers], (_ALONE, next(_count)))
+        return Follower(module, self._trained, [*self.buffers], (_PROCESS, next(_count)))
 
     def __reduce__(self) -> Any:
         return tuple, ((self.key, self.kind),)  # TrainState.__setstate__ looks it up
@@ -159,10 +159,10 @@ class Follower:
 
 def follow(train: Any, module: torch.nn.Module, state: TrainState) -> TrainState:
     """`state`, made of the parameters of `module`, with the module following it. All ranks call this."""
-    axis_comm = comm.resolve(train.step.axis).comm
-    key = _ALONE if axis_comm is None else axis_comm.peers.world, next(_count)
+    ranks, said = comm.resolve(train.step.axis).ranks, comm.Signature("train.init of a module", ())
+    process, number = ranks.by_rank(said, lambda *_: [_PROCESS, next(_count)])[0]
     paths = tree.leaf_paths(state.held_params), tree.leaf_paths(state.held_buffers)
-    state.__dict__["module"] = Follower(module, *paths, key)
+    state.__dict__["module"] = Follower(module, *paths, (process, number))
     if train in _compiled:
         state.module.spoil(_COMPILED.format(state.module.kind))
     return state

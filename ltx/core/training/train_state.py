@@ -73,7 +73,7 @@ _NEVER_WRITTEN = "With donate=False the tensors of a state are never written to.
 _Lease = list[int | str | None]
 
 
-#: {(a name of the world, which of its followers): the :class:`ltx.core.training.follower.Follower`}, as on all ranks.
+#: {(rank 0's process, which of its followers): the :class:`ltx.core.training.follower.Follower`}, alike on all ranks.
 followers: weakref.WeakValueDictionary[tuple[str, int], Any] = weakref.WeakValueDictionary()
 
 

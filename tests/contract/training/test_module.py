@@ -310,8 +310,8 @@ def test_init_again_begins_from_the_modules_weights(donate: bool) -> None:
     assert shows(model, again)
     assert again.step == 0
     assert all(torch.equal(x, now[name]) for name, x in held(again).items())
-    refuses(InvalidStateError, "ended: train.init was called with its module once more", lambda: state.params)
-    refuses(InvalidStateError, "ended: train.init was called with its module once more", train, best, batch(0))
+    refuses(InvalidStateError, "ended: train.init was called once more, with its module", lambda: state.params)
+    refuses(InvalidStateError, "ended: train.init was called once more, with its module", train, best, batch(0))
     again, _ = train(again, batch(1))
     assert torch.equal(mine, now["first.weight"]), "tensors of the older state keep their values"
     apart, _ = train(replace(best, module=None), batch(1))
