@@ -17,7 +17,7 @@ from ltx.core.base.errors import StepError, TreeError
 from ltx.core.ranks.axis import Axis
 from ltx.core.training.follower import begins, put_apart
 from ltx.core.training.train_state import TrainState
-from ltx.core.transforms.closure_check import Members, first_hooked, hooked_text, same_values
+from ltx.core.transforms.closure_check import Members, first_hooked, has_bytes, hooked_text, same_values
 from ltx.core.transforms.compare import tensors_by_path
 from ltx.typing import Tree
 
@@ -134,7 +134,7 @@ def taken_from(module: torch.nn.Module, axis: Axis, trainable: Trainable) -> tup
     trained, frozen = split(parameters, trainable)
     begins(tree.flatten(trained)[0])
     with torch.no_grad():
-        sent = [*parameters.values(), *filter(_is_plain, module.buffers())]  # the step may read buffers, too
+        sent = [*parameters.values(), *filter(has_bytes, module.buffers())]  # the step may read buffers, too
         totals = zip(sent, accumulate(x.nbytes for x in sent), strict=True)
         for _, piece in groupby(totals, lambda pair: pair[1] // _PIECE_BYTES) if axis.size > 1 else ():
             mine = [parameter for parameter, _ in piece]
@@ -146,10 +146,6 @@ def taken_from(module: torch.nn.Module, axis: Axis, trainable: Trainable) -> tup
                     parameter.detach().copy_(value)
     held: tuple[Tree, Tree] = tree.map(torch.Tensor.detach, (trained, frozen))
     return held
-
-
-def _is_plain(x: torch.Tensor) -> bool:
-    return x.layout is torch.strided and not (x.is_meta or x.is_quantized)
 
 
 def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Module:

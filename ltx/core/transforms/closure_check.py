@@ -202,9 +202,14 @@ def _looking(
     _known.add(fn, "called")
 
 
+def has_bytes(x: torch.Tensor) -> bool:
+    """Whether the values of `x` lie in memory as its shape and dtype say, so that they can be compared and sent."""
+    return x.layout is torch.strided and not (x.is_meta or x.is_quantized or x.is_nested)
+
+
 def _told(x: torch.Tensor) -> tuple[Any, ...]:
     """What differs after a write to `x`. Writes through ``x.data`` aren't counted in its version."""
-    if type(x) not in (torch.Tensor, nn.Parameter) or x.layout != torch.strided or x.is_meta or x.is_quantized:
+    if type(x) not in (torch.Tensor, nn.Parameter) or not has_bytes(x):
         return ()
     with private.below_transforms(), torch.no_grad():
         return version_of(x), digest(values(x))
@@ -213,8 +218,7 @@ def _told(x: torch.Tensor) -> tuple[Any, ...]:
 _WRITES = (
     "the step writes to {}: each rank would go on from values of its own, and gradients are those of the values "
     "before. Write to it between two steps: the module follows, as in `with torch.no_grad(): model.w.clamp_(0, 1)`. "
-    "What a first batch initialises, initialise by model(x) before train.init(model), which gives all ranks rank 0's "
-    "values."
+    "What a first batch initialises, initialise by model(x) before train.init(model), which sends rank 0's to all."
 )
 _WRITES_FROZEN = (
     "the step writes to {}, frozen parameters that it was given. All ranks must write the same values, which isn't "
