@@ -219,6 +219,23 @@ def below_all() -> AbstractContextManager[object]:
     return both
 
 
+_engine: Callable[..., Any] = _of_torch("torch.autograd.graph:_engine_run_backward")
+
+
+def run_backward(
+    outputs: Sequence[torch.Tensor],
+    cotangents: Sequence[torch.Tensor] | None,
+    again: bool,
+    leaves: Sequence[torch.Tensor],
+) -> None:
+    """``torch.autograd.backward``, which looks at each leaf in Python: 4% of the time of a step of ten parameters."""
+    if cotangents is not None or torch.overrides.has_torch_function((*outputs, *leaves)):
+        torch.autograd.backward(outputs, cotangents, again, inputs=leaves)
+    else:
+        ones = tuple(map(torch.ones_like, outputs))
+        _engine(tuple(outputs), ones, again, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True)
+
+
 #: Optimizers' kernels, each one call for lists of parameters, gradients and states.
 fused_adam, fused_adamw, fused_sgd, fused_adagrad = map(
     _of_torch, ("torch:_fused_adam_", "torch:_fused_adamw_", "torch:_fused_sgd_", "torch:_fused_adagrad_")

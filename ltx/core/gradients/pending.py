@@ -24,7 +24,7 @@ import torch
 
 from ltx.core import comm
 from ltx.core.base.errors import StepError, StrategyError, UnsupportedError
-from ltx.core.base.private import graph_task
+from ltx.core.base.private import graph_task, run_backward
 from ltx.core.comm.backends import CommStream
 from ltx.core.gradients.buffers import pack, unpack
 from ltx.core.gradients.comm_hook import CommHook, phases_on, program_of
@@ -369,7 +369,7 @@ class ProcessSchedule(Schedule):
                 objective.grad_fn.register_prehook(self._entered)
         if objectives:
             with comm.span("backward"), grads_kept(own) if own else comm.NOTHING:
-                torch.autograd.backward(objectives, cotangents, again, inputs=[*inputs, *own])
+                run_backward(objectives, cotangents, again, [*inputs, *own])
         self.launch()
         self.on_end = on_end if again else self.on_end
 

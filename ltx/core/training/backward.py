@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ltx.core import collectives, comm
-from ltx.core.base import tree
+from ltx.core.base import private, tree
 from ltx.core.base.errors import StepError, UnusedParameterWarning, no_mean
 from ltx.core.collectives.reduce import unusable
 from ltx.core.gradients.buffers import unpack
@@ -91,7 +91,7 @@ class Backward(NamedTuple):
         """Run a backward pass that doesn't communicate. `divisor`: a Weighted's sum of weights, else None."""
         if (objective := self.objective()) is not None:
             with comm.span("backward"), grads_kept(self.run.own):
-                torch.autograd.backward(objective, inputs=[*self.inputs, *self.run.own])
+                private.run_backward([objective], None, False, [*self.inputs, *self.run.own])
         found = [None if objective is None else x.grad for x in self.inputs]
         count = len(self.leaves)
         grads = [torch.zeros_like(x) if g is None else g for x, g in zip(self.leaves, found, strict=False)]

@@ -141,7 +141,7 @@ class Step:
     in_place: bool = field(default=False, init=False)
     later: bool = field(default=False, init=False)
     prepared: Prepared | None = field(default=None, init=False)
-    about_to_write: Callable[[], None] | None = field(default=None, init=False)
+    about_to_write: ClassVar[Any] = None
 
     def differentiate(self) -> tuple[BackwardResult, torch.Tensor, Tree, Any]:
         """The forward and the backward pass: (reduced gradients, the mean loss, buffers, aux)."""
@@ -240,8 +240,7 @@ class EagerStep(Step):
         self._checks = self.train.checks_finite
         self.in_place = self.train.donate and (self.resolved.post_update_hook is not None or not self.resolved.late)
         self.later, self.prepared = self.resolved.late and self.train.donate, self.resolved.prepared
-        self.about_to_write, self._calls = self._about_to_write, Calls()
-        self._written, self._before = Written.NOTHING, list[int]()
+        self._calls, self._written, self._before = Calls(), Written.NOTHING, list[int]()
 
     # --- differentiate -----------------------------------------------------------------------------------------------
 
@@ -357,7 +356,8 @@ class EagerStep(Step):
         # caller doesn't get the result, so the state object itself becomes the next state.
         return uninterrupted() if self.in_place else comm.NOTHING
 
-    def _about_to_write(self) -> None:
+    def about_to_write(self) -> None:
+        """The optimizer begins to write to the state."""
         self._written, self._before = Written.PERHAPS, self._versions
         self.state.begin_writing()
 

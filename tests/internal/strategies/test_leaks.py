@@ -1,9 +1,10 @@
-"""What a step makes goes with it: after many steps no more objects live than before, whatever the strategy."""
+"""What a step makes goes with it, at once: nothing is left after many steps, and nothing waits for the collector."""
 
 from __future__ import annotations
 
 import gc
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import repeat
 from typing import Any, Literal
@@ -26,14 +27,14 @@ OVERLAPS: tuple[Overlap, ...] = ("backward", "update")
 WARMUP_STEPS, STEPS = 16, 240
 
 
-def _trainers(overlap: Overlap) -> dict[str, Any]:
+def _trainers(overlap: Overlap, donate: bool = True) -> dict[str, Any]:
     """A train step for each strategy that two ranks can run so."""
     found = {}
     for name, row in ROWS.items():
         step = ltx.data_parallel(loss, row.strategy)
         if 2 in row.ranks:
             with suppress(StrategyError):
-                found[name] = ltx.train_step(step, row.optimizer, overlap=overlap)
+                found[name] = ltx.train_step(step, row.optimizer, overlap=overlap, donate=donate)
     return found
 
 
@@ -78,3 +79,33 @@ def test_many_steps_leave_nothing_behind(overlap: Overlap, seed: int) -> None:
         for grown in pool.run(_grown, overlap, seed):
             assert {"ddp", "horovod", "zero"} < set(grown)
             assert {name: layout for name, layout in grown.items() if layout} == {}
+
+
+def _in_circles(overlap: Overlap, donate: bool, seed: int) -> dict[str, list[str]]:
+    """By strategy: the types of objects of steps that only the garbage collector frees."""
+    problem, found = make_problem(seed, 2), {}
+    batch = problem.batches()[0]
+    gc.disable()
+    for name, train in _trainers(overlap, donate).items():
+        state = train.init({key: torch.tensor(array) for key, array in problem.start.items()})
+        state = go_on(train, state, repeat(batch, 6)).state
+        gc.collect()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        state = go_on(train, state, repeat(batch, 6)).state
+        gc.collect()
+        gc.set_debug(0)
+        kinds = {type(thing) for thing in gc.garbage}
+        gc.garbage.clear()
+        train.finish(state)
+        found[name] = sorted(kind.__name__ for kind in kinds if kind.__module__.startswith(("ltx", "torch")))
+    gc.enable()
+    return found
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_step_frees_its_batch_and_state_at_once(ranks: Callable[[int], Any], overlap: Overlap, donate: bool, seed: int) -> None:
+    """In a circle of references a batch, or a state that isn't donated, would keep a GPU's memory for many steps."""
+    for found in ranks(2).run(_in_circles, overlap, donate, seed):
+        assert {"ddp", "horovod", "zero"} < set(found)
+        assert {name: kinds for name, kinds in found.items() if kinds} == {}
