@@ -332,13 +332,36 @@ def _children(state: TrainState) -> tuple[str, ...]:
     return _PARTS if state.frozen is None else (*_PARTS, "frozen")
 
 
+class _Beside:
+    """Whether the strategy had an exchange under way, and the module. Trees are alike whatever module follows."""
+
+    def __init__(self, under_way: bool, module: Any):
+        self.under_way, self.module = under_way, module
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Beside) and self.under_way == other.under_way
+
+    def __hash__(self) -> int:
+        return hash(self.under_way)
+
+    def __repr__(self) -> str:
+        return repr(self.under_way)
+
+    def __reduce__(self) -> Any:
+        return _Beside, (self.under_way, None)
+
+
 tree.register_node(
     TrainState,
     # torch's pytrees treat None as a leaf
-    lambda s: ((s.trained, *(getattr(s, part) for part in _children(s)[1:])), (s.step, s.layout, s.under_way)),
+    lambda s: (
+        (s.trained, *(getattr(s, part) for part in _children(s)[1:])),
+        (s.step, s.layout, _Beside(s.under_way, s.module)),
+    ),
     lambda c, static: TrainState(
-        *(c[0], c[1], c[2], c[3], static[0], static[1], c[4], _LOST if static[2] else None),
+        *(c[0], c[1], c[2], c[3], static[0], static[1], c[4], _LOST if static[2].under_way else None),
         frozen=c[5] if len(c) > len(_PARTS) else None,
+        module=static[2].module,
     ),
     names=_children,
 )

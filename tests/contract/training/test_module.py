@@ -339,6 +339,8 @@ ELSEWHERE: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {
     "deepcopy": (lambda train, s: copy.deepcopy(s), False),
     "load": (loaded, False),
     "unpickled": (unpickled, False),
+    "a tree operation": (lambda train, s: ltx.tree.map(torch.clone, s), False),
+    "a collective": (lambda train, s: ltx.broadcast(s), False),
     "broadcast": (lambda train, s: train.broadcast(s), True),
     "adopt": (lambda train, s: train.adopt(s), True),
     "gather": (lambda train, s: train.gather(s), True),
@@ -351,11 +353,11 @@ def from_elsewhere(name: str) -> list[Any]:
     state, _ = train(state, batch(0))
     make, at_once = ELSEWHERE[name]
     other = make(train, copy.deepcopy(state))
-    if name in ("load", "unpickled", "deepcopy"):
+    if not at_once and name != "replace":
         state, _ = train(state, batch(1))  # the module goes on, and the other one is behind
         found = [shows(model, state) and not shows(model, other)]
     else:
-        found = [shows(model, other) == (at_once or name != "replace")]
+        found = [shows(model, other) == at_once]
     other, _ = train(other, batch(2))
     found.append(shows(model, other))
     state, _ = train(state, batch(3))
