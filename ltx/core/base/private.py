@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from operator import methodcaller
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -138,6 +139,8 @@ at_end_of_pass: Callable[[Callable[[], None]], None] = _of_torch(
 will_run: Callable[[Any], bool] = _of_torch("torch._C:_will_engine_execute_node")
 #: The number of autograd nodes that this thread has made so far.
 nodes_made: Callable[[], int] = _of_torch("torch._C._autograd:_get_sequence_nr")
+#: The number of a node, from 0. One that accumulates a leaf's gradient has no number, but a higher one than all others.
+number_of: Callable[[Any], int] = methodcaller("_sequence_nr")
 #: The error text with which saved-tensor hooks are disabled, or None; functions that enable and disable the hooks.
 why_no_saved_hooks: Callable[[], str | None] = _of_torch(
     "torch._C._autograd:_saved_tensors_hooks_get_disabled_error_message"

@@ -29,6 +29,7 @@ from ltx.core.training.resolved import resolve
 from ltx.core.training.settings import TrainSettings, check_devices, check_kept
 from ltx.core.training.step import EagerStep, incomplete
 from ltx.core.training.train_state import LossScale, Metrics, TrainState
+from ltx.core.transforms.closure_check import captured
 from ltx.core.transforms.data_parallel import DataParallel
 from ltx.core.transforms.strategy import StepInfo, check_next
 from ltx.core.transforms.sync_state import SyncState
@@ -242,7 +243,9 @@ class TrainStep(TrainSettings):
         buffers, transforming = state.held_buffers, is_transforming()
         if not transforming and torch.is_grad_enabled():
             # Somebody may differentiate the next state. If the step reuses memory, the batch doesn't count.
-            given = () if self.donate and not in_step.get() else batch
+            given: Any = () if self.donate and not in_step.get() else [batch]
+            if given and resolved is None:
+                given.append(captured(self.step.fn))
             read = [] if resolved is not None else leaves  # nobody has had them, to set requires_grad
             others = () if buffers is None and not given else tree.flatten((buffers, given))[0]
             transforming = bool(read or others) and requires_grad([*read, *others])

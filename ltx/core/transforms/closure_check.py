@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from ltx.core.base import private, tree
 from ltx.core.base.errors import InputError, StepError, TreeError, UnsupportedError
 from ltx.core.comm.signature import Seen
+from ltx.core.gradients.planning import in_step
 from ltx.core.transforms.compare import digest, tensors_by_path, values
 from ltx.typing import Tree
 
@@ -65,7 +66,8 @@ def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0, to_given
     Leaves that the step `fn` has created, such as inputs for its own derivatives, don't
     count: they aren't parameters, and the function doesn't refer to them.
 
-    Buffers of modules that require gradients count too, unless derivatives are taken only with respect to `given`. Each
+    Buffers of modules that require gradients count too, unless derivatives are taken only with respect to `given`. In
+    another step a leaf may be a parameter of that, whose gradient that reduces, so Parameters alone count. Each
     function is checked once, and again if a call makes another number of nodes, `made`. The check is for plain
     autograd: torch.func differentiates only arguments.
     """
@@ -74,9 +76,10 @@ def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0, to_given
     buffers = [buffer for module in modules_of(fn) for buffer in module.buffers()] if to_given else []
     known = [*_tensors(given), *buffers]
     ids, above = {*map(id, known)}, {x.grad_fn for x in known}  # what these were made of is the caller's business
+    kinds = nn.Parameter if in_step.get() else torch.Tensor
     for _, node, _ in edges([x.grad_fn for x in _tensors(outputs)], above.__contains__):
         leaf = getattr(node, "variable", None)
-        if isinstance(leaf, torch.Tensor) and id(leaf) not in ids and (what := _kept_as(leaf, fn)) is not None:
+        if isinstance(leaf, kinds) and id(leaf) not in ids and (what := _kept_as(leaf, fn)) is not None:
             raise StepError(
                 f"the step uses {what} of shape {list(leaf.shape)} that isn't one of its arguments, "
                 "so its gradient would stay local to this rank without a word. Pass it in: params = "
@@ -121,19 +124,30 @@ def own_leaves(fn: Any, outputs: Tree, asked: Tree, given: Tree, made: int = 0) 
 
 
 class TracedValueError(Exception):
-    """The step closes over a value that a surrounding transform of torch.func differentiates or maps."""
+    """The step closes over a value that a transform of torch.func, or plain autograd, around it differentiates."""
 
 
 class _Watch(TorchFunctionMode):
-    """Raises :class:`TracedValueError` at the first operation on a tensor of a level above the one that runs."""
+    """Raises :class:`TracedValueError` at the first operation on a tensor of a level above the one that runs.
+
+    Or on one that plain autograd has recorded before, or is to reach.
+    """
+
+    def __init__(self, fn: Any) -> None:
+        super().__init__()
+        self._begin, self._captured = private.nodes_made(), {*map(id, captured(fn))}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") != "__get__":  # reading a shape is harmless
             here = private.maybe_current_level() or 0
             for x in tree.flatten((args, tuple(kwargs.values())))[0]:
-                if isinstance(x, torch.Tensor) and private.is_wrapped(x) and private.level_of(x) > here:
-                    raise TracedValueError
+                if isinstance(x, torch.Tensor):
+                    wrapped = private.is_wrapped(x)
+                    node = None if wrapped else x.grad_fn
+                    before = id(x) in self._captured or (node is not None and private.number_of(node) < self._begin)
+                    if private.level_of(x) > here if wrapped else before:
+                        raise TracedValueError
         return func(*args, **kwargs)
 
 
@@ -144,9 +158,21 @@ def watch_for_traced_values(fn: Any) -> Iterator[None]:
     A function that closes over a traced value was made inside the transform, so it is new. Watching costs microseconds
     per operation.
     """
-    with nullcontext() if _known.has(fn, "watched") else _Watch():
+    with nullcontext() if _known.has(fn, "watched") else _Watch(fn):
         yield
     _known.add(fn, "watched")
+
+
+def captured(fn: Any) -> list[torch.Tensor]:
+    """The tensors that a step `fn` refers to and plain autograd around it differentiates.
+
+    In another step leaves are among them, which may be the parameters of that, also in the place of a module's own;
+    elsewhere :func:`refuse_captured` is for them.
+    """
+    found = [*reached_from(fn)]
+    placed = [x for module in modules_of(fn) for x in module.parameters() if type(x) is not nn.Parameter]
+    tensors = (x for x in (*found, *placed) if isinstance(x, torch.Tensor) and x.requires_grad)
+    return [x for x in tensors if in_step.get() or x.grad_fn is not None]
 
 
 def look_at_modules(

@@ -307,6 +307,11 @@ class Swap:
             own_written([b for b in members.buffers if b.path not in self.tensors], name, tensors_in_place)
         if not self.first:
             return {}
+        if removed := next((at for at, x in after.items() if not isinstance(x, torch.Tensor)), None):
+            raise StepError(
+                f"{members.what}: {name} set {removed!r}, a buffer that it was given, to {brief(after[removed])}, "
+                "which no next call could be given. Write a tensor to it, or keep such values outside of its buffers."
+            )
         if returns:
             # If the module itself called requires_grad_() on a copy, that is a leaf, and no gradient may go on from it.
             return {name: x.detach() if x.is_leaf and x.requires_grad else x for name, x in after.items()}

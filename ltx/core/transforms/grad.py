@@ -19,7 +19,13 @@ from ltx.core.base.errors import StepError
 from ltx.core.collectives.linear import at_places
 from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.planning import requires_grad
-from ltx.core.transforms.closure_check import first_hooked, hooked_text, refuse_captured
+from ltx.core.transforms.closure_check import (
+    TracedValueError,
+    first_hooked,
+    hooked_text,
+    refuse_captured,
+    watch_for_traced_values,
+)
 from ltx.core.transforms.data_parallel import DataParallel
 from ltx.core.transforms.functional_call import Calls, own_grad_and_value
 from ltx.core.transforms.plain_autograd import by_buckets, gradients
@@ -78,11 +84,14 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
             others = tree.flatten((at_places(args, [argnums], [None]), kwargs))[0]
             if not requires_grad([*flat[0], *others]):
                 options = step.deferred(flat, 0 if sync_state is None else sync_state.checked_step())
-                if options is not None:
-                    return _by_plain_autograd(step, argnums, options, args, kwargs, sync_state, checked_output)
-                axis = comm.resolve(step.axis)
-                if axis.size == 1 and not axis.ranks.levels and sync_state is None:
-                    return _alone(step, argnums, flat, args, kwargs, checked_output)
+                try:
+                    if options is not None:
+                        return _by_plain_autograd(step, argnums, options, args, kwargs, sync_state, checked_output)
+                    axis = comm.resolve(step.axis)
+                    if axis.size == 1 and not axis.ranks.levels and sync_state is None:
+                        return _alone(step, argnums, flat, args, kwargs, checked_output)
+                except TracedValueError:  # who differentiates that value may do so with the gradients
+                    pass
         given: Sequence[Any] = args
         if sync_state is not None:
             if not isinstance(argnums, int):
@@ -150,8 +159,9 @@ def _by_plain_autograd(
     """The result of :func:`grad_and_value`'s function, if :func:`_is_plain`. `options`: those of the step's call."""
     params = args[argnum]
     filled = args if sync_state is None else at_places(args, [argnum], [Synced(params, sync_state)])
-    calls = Calls()
-    with comm.span("forward"), torch.enable_grad(), calls.recorded():
+    calls, again = Calls(), options.known.plan is not None
+    watched = comm.NOTHING if again else watch_for_traced_values(step.fn)
+    with comm.span("forward"), torch.enable_grad(), watched, calls.recorded():
         run = step.run(tuple(filled), kwargs, options)
         output = checked_output(run.value())
     schedule = run.schedule
@@ -194,7 +204,7 @@ def _alone(
     leaves, spec = flat
     inputs = [x.detach().requires_grad_() for x in leaves]
     calls = Calls()
-    with torch.enable_grad(), calls.recorded():
+    with torch.enable_grad(), watch_for_traced_values(step.fn), calls.recorded():
         filled = at_places(args, [argnum], [tree.unflatten(spec, inputs)])
         before = private.nodes_made()
         run = step.run(tuple(filled), kwargs)

@@ -360,6 +360,27 @@ def test_buffers_that_would_be_lost() -> None:
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_buffer_that_becomes_no_tensor(returns: bool) -> None:
+    """A cache that its forward empties. It was an AttributeError of ltx."""
+
+    class Cached(nn.Module):
+        cache: Tensor | None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("cache", torch.zeros(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.cache = None
+            return x
+
+    net, x = Cached(), torch.ones(2)
+    text = "Cached set 'cache', a buffer that it was given, to None"
+    refuses(StepError, text, ltx.functional_call, net, {"cache": x}, (x,), return_buffers=returns)
+    assert net.cache is not None
+
+
 def test_names(seed: int) -> None:
     with seeded(seed):
         net = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), nn.Linear(3, 3))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from itertools import repeat
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from ltx.errors import StrategyError
 from ltx.peers.diagnosis import Status
 from tests.contract.strategies.problem import loss, make_problem
 from tests.contract.strategies.table import ROWS
+from tests.kinds import Ranks
 from tests.train_on import go_on
 
 Overlap = Literal["backward", "update"]
@@ -104,7 +104,7 @@ def _in_circles(overlap: Overlap, donate: bool, seed: int) -> dict[str, list[str
 
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("overlap", OVERLAPS)
-def test_a_step_frees_its_batch_and_state_at_once(ranks: Callable[[int], Any], overlap: Overlap, donate: bool, seed: int) -> None:
+def test_a_step_frees_its_batch_and_state_at_once(ranks: Ranks, overlap: Overlap, donate: bool, seed: int) -> None:
     """In a circle of references a batch, or a state that isn't donated, would keep a GPU's memory for many steps."""
     for found in ranks(2).run(_in_circles, overlap, donate, seed):
         assert {"ddp", "horovod", "zero"} < set(found)

@@ -1,0 +1,157 @@
+"""A step inside of a step that closes over what the outer one is differentiated with regard to.
+
+The inner step's gradients depend on it. Run below a transform, or by plain autograd, they would be constants: the outer
+gradient would lack that part without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ltx
+from tests.kinds import Params, Ranks
+
+RATE, STEPS = 0.1, 2
+Step = Callable[..., Tensor]
+
+
+def by_grad(grad: Callable[[Step], Step]) -> Callable[..., Tensor]:
+    def train(fit: Step, w: Tensor, *batch: Tensor) -> Tensor:
+        for _ in range(STEPS):
+            w = w - RATE * grad(fit)(w, *batch)
+        return w
+
+    return train
+
+
+def by_train_step(donate: bool) -> Callable[..., Tensor]:
+    def train(fit: Any, w: Tensor, *batch: Tensor) -> Tensor:
+        train = ltx.train_step(fit, ltx.optim.from_torch(torch.optim.SGD, lr=RATE), donate=donate)
+        state = train.init(w)
+        for _ in range(STEPS):
+            state, _ = train(state, *batch)
+        found: Tensor = state.params
+        return found
+
+    return train
+
+
+def accumulated(fit: Any) -> Step:
+    return ltx.grad(ltx.accumulate(fit, 1))
+
+
+INNER = {
+    "torch.func.grad": by_grad(torch.func.grad),
+    "ltx.grad": by_grad(ltx.grad),
+    "grad_and_value": by_grad(lambda fit: lambda *args: ltx.grad_and_value(fit)(*args)[0]),
+    "accumulate": by_grad(accumulated),
+    "train_step": by_train_step(True),
+    "train_step, donate=False": by_train_step(False),
+}
+
+
+def features(net: nn.Module, params: Params, x: Tensor) -> Tensor:
+    found: Tensor = ltx.functional_call(net, {"weight": params["weight"]}, (x,))
+    return found
+
+
+def outer(captured: str, train: Callable[..., Tensor], around: Callable[[Step], Any], net: nn.Module) -> Step:
+    """The loss after a few steps of a regularised fit; `captured`: by which way the fit comes to outer parameters."""
+
+    def loss(params: Params, x: Tensor, y: Tensor) -> Tensor:
+        decay, made = params["decay"], params["decay"].exp()
+        features_of_all = features(net, params, x)
+        fits = {
+            "a parameter": lambda w, x, y: ((x @ w - y) ** 2).mean() + decay * (w * w).sum(),
+            "a value": lambda w, x, y: ((x @ w - y) ** 2).mean() + made * (w * w).sum(),
+            "features of the batch": lambda w, x, y: ((features_of_all @ w - y) ** 2).mean(),
+            "a module": lambda w, x, y: ((net(x) @ w - y) ** 2).mean(),
+        }
+        with ltx.using(net, {"weight": params["weight"]}):
+            w = train(around(fits[captured]), torch.zeros(4, dtype=x.dtype), x, y)
+        return ((features(net, params, x) @ w - y) ** 2).mean() + decay * decay
+
+    return loss
+
+
+def backward(step: Any, params: Params, *batch: Tensor) -> Params:
+    leaves = {name: x.clone().requires_grad_() for name, x in params.items()}
+    step(leaves, *batch).backward()
+    return {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in leaves.items()}
+
+
+def moves(step: Any, params: Params, *batch: Tensor) -> Params:
+    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
+    after, _ = train(train.init(params), *batch)
+    return {name: x - after.params[name] for name, x in params.items()}
+
+
+OUTER = {
+    "backward()": backward,
+    "torch.func.grad": lambda step, *args: torch.func.grad(step)(*args),
+    "ltx.grad": lambda step, *args: ltx.grad(step)(*args),
+    "train_step": moves,
+}
+
+
+def problem(seed: int, ranks: int) -> tuple[Params, Tensor, Tensor]:
+    torch.manual_seed(seed)
+    params = {"decay": torch.rand(()).double(), "weight": torch.randn(4, 4).double()}
+    return params, torch.randn(ranks, 3, 4).double(), torch.randn(ranks, 3).double()
+
+
+def gradients(captured: str, inner: str, seed: int, simulated: bool = False) -> dict[str, Params]:
+    """The gradients by each outer way, on this rank of two; simulated: by ``ltx.vmap``, of all ranks."""
+    params, x, y = problem(seed, 2 if simulated else ltx.world().size)
+    step = ltx.data_parallel(
+        outer(captured, INNER[inner], ltx.data_parallel, nn.Linear(4, 4, bias=False, dtype=torch.float64))
+    )
+    if simulated:
+        return {
+            name: ltx.vmap(lambda *batch, name=name: OUTER[name](step, params, *batch))(x, y)
+            for name in ("torch.func.grad", "ltx.grad")
+        }
+    rank = ltx.world().rank
+    return {name: way(step, params, x[rank], y[rank]) for name, way in OUTER.items()}
+
+
+def expected(captured: str, seed: int, ranks: int) -> Params:
+    """By one process on the whole batch, without ltx's steps."""
+    params, x, y = problem(seed, ranks)
+    net = nn.Linear(4, 4, bias=False, dtype=torch.float64)
+    alone = outer(captured, by_grad(torch.func.grad), lambda fit: fit, net)
+    return backward(alone, params, x.flatten(0, 1), y.flatten())
+
+
+CAPTURED = ("a parameter", "a value", "features of the batch", "a module")
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("captured", CAPTURED)
+def test_on_processes(captured: str, inner: str, ranks: Ranks, seed: int) -> None:
+    wanted = expected(captured, seed, 2)
+    for found in ranks(2).run(gradients, captured, inner, seed):
+        for name, grads in found.items():
+            torch.testing.assert_close(grads, wanted, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("captured", CAPTURED)
+def test_alone(captured: str, inner: str, seed: int) -> None:
+    with ltx.init():
+        found = gradients(captured, inner, seed)
+    for name, grads in found.items():
+        torch.testing.assert_close(grads, expected(captured, seed, 1), msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("inner", [name for name in INNER if name != "accumulate"])
+@pytest.mark.parametrize("captured", CAPTURED)
+def test_simulated(captured: str, inner: str, seed: int) -> None:
+    wanted = {name: torch.stack([x, x]) for name, x in expected(captured, seed, 2).items()}
+    for name, grads in gradients(captured, inner, seed, simulated=True).items():
+        torch.testing.assert_close(grads, wanted, msg=lambda text, name=name: f"{name}: {text}")
