@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from operator import methodcaller
 from pkgutil import resolve_name
+from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
@@ -223,6 +224,12 @@ def below_all() -> AbstractContextManager[object]:
 
 
 _engine: Callable[..., Any] = _of_torch("torch.autograd.graph:_engine_run_backward")
+
+
+def runs_of_engine() -> int:
+    """How many runs of autograd's engine the present code is in, one inside the other."""
+    code = getattr(_engine, "__code__", None)
+    return sum(frame.f_code is code for frame, _ in walk_stack(None))
 
 
 def run_backward(

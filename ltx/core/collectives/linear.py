@@ -87,7 +87,7 @@ class Function(torch.autograd.Function):
         def forward(*args: Any) -> Any:
             return _copies(run(*args)) if private.has_tangents() else run(*args)
 
-        def forward_and_context(ctx: Any, *args: Any) -> Any:
+        def _forward_and_context(ctx: Any, *args: Any) -> Any:
             outputs = _copies(run(*args)) if private.has_tangents() else run(*args)
             cls.setup_context(ctx, args, outputs)
             return outputs
@@ -98,7 +98,7 @@ class Function(torch.autograd.Function):
 
         forward.__signature__ = inspect.signature(run)  # type: ignore[attr-defined]
         cls.forward, cls.jvp = staticmethod(forward), staticmethod(jvp)  # type: ignore[method-assign]
-        cls._plain = _in_one_level(cls.__name__, forward_and_context, cls.backward, jvp)
+        cls._plain = _in_one_level(cls.__name__, _forward_and_context, cls.backward, jvp)
         cls._recorded = _Recorded(cls)
 
     @classmethod

@@ -16,7 +16,6 @@ from ltx.core.comm.operations import bytes_sent as bytes_sent
 from ltx.core.comm.operations import view_as as view_as
 from ltx.core.comm.passes import BackwardPass as BackwardPass
 from ltx.core.comm.passes import Failed as Failed
-from ltx.core.comm.passes import nested_run as nested_run
 from ltx.core.comm.peers import DEFAULT_HEARTBEAT_S as DEFAULT_HEARTBEAT_S
 from ltx.core.comm.processes import key_of as key_of
 from ltx.core.comm.registry import InGroups as InGroups

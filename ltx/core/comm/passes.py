@@ -35,19 +35,6 @@ OF_PEERS = CollectiveTimeoutError, DeadlockDetectedError, PeerLostError
 
 _FORWARD = "a forward pass"
 
-# The backward passes that enclose the present one.
-_enclosing: list[int] = []
-
-
-@contextmanager
-def nested_run() -> Iterator[None]:
-    """A context around a backward pass inside another one, which continues afterwards."""
-    _enclosing.append(private.graph_task())
-    try:
-        yield
-    finally:
-        _enclosing.pop()
-
 
 @dataclass(frozen=True)
 class Raised:
@@ -76,7 +63,7 @@ class BackwardPass:
     """One backward pass, until all its collectives are complete (:meth:`done`)."""
 
     def __init__(self, sent: int) -> None:
-        self.task, self.sent = private.graph_task(), sent
+        self.task, self.depth, self.sent = private.graph_task(), private.runs_of_engine(), sent
         self.is_done = False
         self.flush: Callable[[], None] = lambda: None  # waits for the pass' issued collectives
         if self.task >= 0:
@@ -186,8 +173,9 @@ class Passes:
         """Leave a pass in which something was raised: autograd's engine drops it without telling the nodes."""
         self._under_way = [earlier for earlier in self._under_way if not earlier.is_done]
         # Passes in the same or an enclosing run of the autograd engine go on beside this one.
-        alive = (private.graph_task(), *_enclosing)
-        dropped = [earlier for earlier in self._under_way if earlier.task == -1 or earlier.task not in alive]
+        task, depth = private.graph_task(), private.runs_of_engine() if self._under_way else 0
+        others = [earlier for earlier in self._under_way if earlier.task != task or task == -1]
+        dropped = [earlier for earlier in others if earlier.task == -1 or earlier.depth >= depth]
         if dropped:
             self._under_way = []
             self.leave("something was raised in it", dropped[0].sent)

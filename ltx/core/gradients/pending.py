@@ -130,6 +130,10 @@ class Pending:
             self._launched.append(program)
             if not phases:
                 continue
+            if program.samples:  # ranks have compared the parameters' shapes alone
+                said = f"{self._what} {place} of a backward pass", (), f"{list(program.samples)} samples"
+                agreement = self.among.negotiate(self.among.user, said, partial(comm.Signature, *said))
+                self.among.first_phase.advance(agreement)
             device = program.reads[0].device
             stream = self._streams[device] if device in self._streams else self._comm.stream_of(device)
             if stream is None:
@@ -440,7 +444,8 @@ class ProcessSchedule(Schedule):
         flat = pack(tensors, bucket, hook, plan.axis.size, states, batch, room)
         inputs = plan.bucket_input(bucket, flat.view(-1), states, update)
         # :func:`program_of`, a call less for each bucket
-        return Program(hook.reduce(inputs), [inputs.flat, *chain.from_iterable(map(dict.values, states))], hook)
+        reads = [inputs.flat, *chain.from_iterable(map(dict.values, states))]
+        return Program(hook.reduce(inputs), reads, hook, samples=batch)
 
     def wait_buckets(self) -> Iterator[tuple[Bucket, Reduced]]:
         """The buckets in order, each as soon as it is complete, with what its program returned."""

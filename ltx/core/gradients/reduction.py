@@ -272,6 +272,7 @@ class Program:
             errors. phases: how many collectives it may ask for. then: is given the result as soon as it is complete.
             work: the collective that it waits for. phase: how many it has asked for. completed: its result. total: the
             sum of its elements, if the transport knows it. fence: None once the waiting stream is behind the result.
+            samples: under vmap, the shape of the batch of gradients; else ().
     """
 
     requests: Reduction
@@ -284,6 +285,7 @@ class Program:
     completed: Reduced | None = None
     total: float | None = None
     fence: Callable[..., None] | None = None
+    samples: Sequence[int] = ()
 
 
 #: ``(bucket, gradients, states)`` -> the program of that bucket, which has packed the gradients.

@@ -139,18 +139,15 @@ class Call:
             return tuple(None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True))
 
         def pull(*one: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            with comm.nested_run():
-                wanted = [x for x in self.inputs if x.requires_grad]
-                found = torch.autograd.grad(
-                    self.outputs, [*wanted, *self._own], one, retain_graph=True, allow_unused=True
-                )
-                return tuple(map(_with_own, wanted, found))
+            wanted = [x for x in self.inputs if x.requires_grad]
+            found = torch.autograd.grad(self.outputs, [*wanted, *self._own], one, retain_graph=True, allow_unused=True)
+            return tuple(map(_with_own, wanted, found))
 
         with torch.inference_mode(False), checkpoints_allowed(), self.calls.in_pass():
             if self._inputs is not None:  # as :func:`ltx.grad` does it: the pass has no fence
                 reached = [(x, c) for x, c in zip(self.outputs, cotangents, strict=True) if x.requires_grad]
                 objectives, given = [x for x, _ in reached], [c for _, c in reached]
-                with comm.nested_run(), torch.no_grad():
+                with torch.no_grad():
                     found, _ = by_buckets(self._schedule, objectives, given, self._inputs, True, self._own)
                 of = dict(zip(map(id, self._params), found, strict=True))
                 return tuple(map(of.get, map(id, self.inputs)))
