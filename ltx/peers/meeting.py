@@ -61,7 +61,8 @@ class Meeting(Watched):
         if error is not None and (not self._told or self.world.rank == 0):
             with suppress(LtxError, dist.DistError):
                 self.watcher.tell()
-                poll_until(lambda: len(self.watcher.look_now()) == self.world.size, _TELL_S)
+                if isinstance(error, Exception):  # an interrupt has to be quick
+                    poll_until(lambda: len(self.watcher.look_now()) == self.world.size, _TELL_S)
                 self.watcher.wait_until_heard()
         self.watcher.leave(self)
         release_watcher(self.watcher)

@@ -12,8 +12,11 @@ import hashlib
 import hmac
 import io
 import os
+import pickle
+import sys
+from functools import partial, reduce
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import cloudpickle
 import torch
@@ -59,10 +62,34 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
 
-def dumps(obj: Any) -> bytes:
+class _PeerPickler(TensorPickler):
+    """For peers, which run the same program: a class of its ``__main__`` is their own of that name, if they have one.
+
+    cloudpickle makes another class of it, to which an enum's members and dataclasses wouldn't be equal.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type) and obj.__module__ == "__main__" and _of_main(obj.__qualname__) is obj:
+            return _of_peer, (obj.__qualname__, _pickled(TensorPickler, obj))
+        return super().reducer_override(obj)
+
+
+def _of_main(name: str) -> Any:
+    return reduce(lambda part, step: getattr(part, step, None), name.split("."), cast(Any, sys.modules["__main__"]))
+
+
+def _of_peer(name: str, pickled: bytes) -> Any:
+    return found if isinstance(found := _of_main(name), type) else pickle.loads(pickled)
+
+
+def _pickled(pickler: type[TensorPickler], obj: Any) -> bytes:
     stream = io.BytesIO()
-    TensorPickler(stream).dump(obj)
+    pickler(stream).dump(obj)
     return stream.getvalue()
+
+
+#: An object's pickle, for a peer.
+dumps = partial(_pickled, _PeerPickler)
 
 
 def _on_own_device(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from ltx.core.base import private
+from ltx.core.base.errors import UnsupportedError
 from ltx.core.comm.axis_comm import AxisComm
 from ltx.core.comm.backends import HostCopy
 from ltx.core.comm.channel import Work
@@ -28,6 +30,7 @@ class ProcessRanks(AxisComm):
     """The ranks of an axis as one of their processes sees them; they use the channels of the process' communicator."""
 
     overlaps = True
+    _caller = 0  # the thread that is in a collective of the program's
 
     @property
     def ended(self) -> str:
@@ -38,10 +41,23 @@ class ProcessRanks(AxisComm):
             pairs = zip([self._record(rule, static, x) for x in xs], xs, strict=True)
             return tuple(fresh(rule.after(wait(), x, self.rank, self.size, static), x) for wait, x in pairs)
         xs = [x if private.has_memory(x) else private.in_memory(x) for x in xs]
-        with private.below_modes():
-            with self.passes.aborted_by(torch.OutOfMemoryError, MemoryError, what=rule.name):
-                works = [self._issue(rule, static, x) for x in xs]
-            return tuple(self._finished(rule, static, x, work.wait()) for x, work in zip(xs, works, strict=True))
+        thread = threading.get_ident()
+        if self._caller not in (0, thread):
+            error = UnsupportedError(
+                f"rank {self.rank}: {rule.name} was called while another thread of this rank is in a collective on "
+                f"axis {self.name!r}: ranks may come to them in different orders, and take one's values for the "
+                "other's. Call collectives in one thread, or give each thread an axis: ltx.axis_from_group(group, ...)."
+            )
+            self.passes.end_world(error, rule.name)
+            raise error
+        self._caller = thread
+        try:
+            with private.below_modes():
+                with self.passes.aborted_by(torch.OutOfMemoryError, MemoryError, what=rule.name):
+                    works = [self._issue(rule, static, x) for x in xs]
+                return tuple(self._finished(rule, static, x, work.wait()) for x, work in zip(xs, works, strict=True))
+        finally:
+            self._caller = 0
 
     def _issue(self, rule: Rule, static: Static, x: torch.Tensor) -> Work:
         """Start a rule's operation."""

@@ -135,7 +135,12 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self, fn: Any) -> None:
         super().__init__()
-        self._begin, self._captured = private.nodes_made(), {*map(id, captured(fn))}
+        self._fn, self._begin, self._captured = fn, private.nodes_made(), {*map(id, captured(fn))}
+
+    def __exit__(self, kind: Any, *rest: Any) -> None:
+        super().__exit__(kind, *rest)  # type: ignore[no-untyped-call]
+        if kind is None:
+            _known.add(self._fn, "watched")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -151,16 +156,15 @@ class _Watch(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@contextmanager
-def watch_for_traced_values(fn: Any) -> Iterator[None]:
-    """Raise TracedValueError if `fn` uses a traced value. Only the first run of `fn` is watched.
+def watch_for_traced_values(fn: Any) -> AbstractContextManager[Any]:
+    """Raise TracedValueError if `fn` uses a traced value.
 
-    A function that closes over a traced value was made inside the transform, so it is new. Watching costs microseconds
-    per operation.
+    Watching costs microseconds per operation. So later runs of `fn` are watched only if there is such a value in its
+    closure, globals and defaults, or an attribute of an object there, as of the object of a method.
     """
-    with nullcontext() if _known.has(fn, "watched") else _Watch(fn):
-        yield
-    _known.add(fn, "watched")
+    if _known.has(fn, "watched") and not any(map(_is_traced, (x for y in _referred(fn) for x in (y, *_referred(y))))):
+        return nullcontext()
+    return _Watch(fn)
 
 
 def captured(fn: Any) -> list[torch.Tensor]:
@@ -169,10 +173,14 @@ def captured(fn: Any) -> list[torch.Tensor]:
     In another step leaves are among them, which may be the parameters of that, also in the place of a module's own;
     elsewhere :func:`refuse_captured` is for them.
     """
-    found = [*reached_from(fn)]
     placed = [x for module in modules_of(fn) for x in module.parameters() if type(x) is not nn.Parameter]
-    tensors = (x for x in (*found, *placed) if isinstance(x, torch.Tensor) and x.requires_grad)
-    return [x for x in tensors if in_step.get() or x.grad_fn is not None]
+    return [x for x in (*reached_from(fn), *placed) if _is_traced(x) and x.requires_grad]
+
+
+def _is_traced(x: Any) -> bool:
+    if not isinstance(x, torch.Tensor):
+        return False
+    return private.is_wrapped(x) or (x.requires_grad and (in_step.get() or x.grad_fn is not None))
 
 
 def look_at_modules(
@@ -468,6 +476,7 @@ def _referred(value: Any) -> list[Any]:
     return list(getattr(value, "__dict__", {}).values())[:100]
 
 
+@functools.lru_cache(maxsize=1024)
 def _names(code: Any) -> Sequence[str]:
     inner = [name for constant in code.co_consts if inspect.iscode(constant) for name in _names(constant)]
     return [*code.co_names, *inner]

@@ -41,6 +41,7 @@ from ltx.core.ranks.axis import axes_in_scope
 from ltx.core.transforms.closure_check import (
     Members,
     hooked_text,
+    own_buffer_text,
     own_written,
     refuse_max_norm,
     same_values,
@@ -662,7 +663,10 @@ def _torch_calls(module: Any, parameters_and_buffers: Any, *args: Any, **options
         return _call_of_torch(module, parameters_and_buffers, *args, **options)
     given = dict(parameters_and_buffers)  # torch writes to the other one
     fixed = {name: version_of(x) for name, x in given.items() if not getattr(x, "requires_grad", True)}
+    own = [(name, x, version_of(x)) for name, x in module.named_buffers() if name not in given]
     output = _call_of_torch(module, parameters_and_buffers, *args, **options)
+    for name in (name for name, x, version in own if version_of(x) != version and id(x) not in tensors_in_place()):
+        raise StepError(own_buffer_text(f"{name!r} of {type(module).__name__}"))
     tied = bool(options.get("tie_weights", True))
 
     def swap(tensors: dict[str, torch.Tensor]) -> Swap:

@@ -62,6 +62,8 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
         value = output[0] if has_aux and isinstance(output, tuple) and len(output) == 2 else output
         if has_aux and value is output:
             raise StepError(f"has_aux=True needs a step that returns (loss, aux), got {outcome(output)}.")
+        if isinstance(step, DataParallel) and step.returns == "grads":
+            raise StepError('this step returns gradients (returns="grads"): call it as it is.')
         if not isinstance(value, torch.Tensor) or value.ndim != 0:
             raise StepError(
                 f"a gradient needs a step that returns a 0-dim tensor, got {outcome(value)}. Take its mean or sum; a "
@@ -159,9 +161,8 @@ def _by_plain_autograd(
     """The result of :func:`grad_and_value`'s function, if :func:`_is_plain`. `options`: those of the step's call."""
     params = args[argnum]
     filled = args if sync_state is None else at_places(args, [argnum], [Synced(params, sync_state)])
-    calls, again = Calls(), options.known.plan is not None
-    watched = comm.NOTHING if again else watch_for_traced_values(step.fn)
-    with comm.span("forward"), torch.enable_grad(), watched, calls.recorded():
+    calls = Calls()
+    with comm.span("forward"), torch.enable_grad(), watch_for_traced_values(step.fn), calls.recorded():
         run = step.run(tuple(filled), kwargs, options)
         output = checked_output(run.value())
     schedule = run.schedule

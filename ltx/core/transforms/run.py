@@ -114,7 +114,7 @@ class StepSettings(Readable):
         if isinstance(self.fn, StepSettings):
             raise StepError(
                 "this step is already data parallel, and would be averaged twice. Use dataclasses.replace(step, "
-                "strategy=...) for another strategy."
+                "strategy=...) for another strategy, and data_parallel(fn, axis=('data', 'model')) for several axes."
             )
         if not isinstance(self.strategy, Strategy):
             raise StrategyError(

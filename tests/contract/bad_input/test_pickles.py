@@ -84,6 +84,7 @@ def test_where_ltx_unpickles() -> None:
     found = {entry for path in package.rglob("*.py") for entry in _unpickling(path)}
     assert found == {
         "uneven.py:_objects",
+        "pickling.py:_of_peer",
         "messages.py:receive",
         "failures.py:failure_error",
         "storage.py:read_metadata",

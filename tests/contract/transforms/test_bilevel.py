@@ -155,3 +155,74 @@ def test_simulated(captured: str, inner: str, seed: int) -> None:
     wanted = {name: torch.stack([x, x]) for name, x in expected(captured, seed, 2).items()}
     for name, grads in gradients(captured, inner, seed, simulated=True).items():
         torch.testing.assert_close(grads, wanted, msg=lambda text, name=name: f"{name}: {text}")
+
+
+# --- inside of a backward pass ---------------------------------------------------------------------------------------
+
+
+class Implicit(torch.autograd.Function):
+    """As implicit differentiation does it: its backward pass averages a cotangent and differentiates another step."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, curved: Callable[[], Tensor]) -> Tensor:
+        ctx.curved = curved
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        return ltx.pmean(ltx.pmean(cotangent) * ctx.curved()), None
+
+
+def with_leaf(step: Any, w: Tensor, x: Tensor) -> Tensor:
+    leaf = w.clone().requires_grad_()
+    with torch.enable_grad():  # it is off in a backward pass
+        step(leaf, x).backward()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+CURVED: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "jvp of grad": lambda fit, w, x: torch.func.jvp(lambda w: torch.func.grad(fit)(w, x), (w,), (w,))[1],
+    "torch.func.grad": lambda fit, w, x: torch.func.grad(fit)(w, x),
+    "ltx.grad": lambda fit, w, x: ltx.grad(fit)(w, x),
+    "backward()": with_leaf,
+}
+
+
+@pytest.mark.parametrize("way", OUTER)
+@pytest.mark.parametrize("curved", CURVED)
+def test_a_step_in_a_backward_pass(curved: str, way: str, ranks: Ranks) -> None:
+    """By loss.backward() the outer pass, which goes on, was taken for one that had been left, which ended the world."""
+
+    def run() -> tuple[Tensor, Tensor]:
+        x, w = torch.tensor([1.0, 2.0]) + ltx.axis_index(), torch.tensor(0.5)
+        fit = ltx.data_parallel(lambda w, x: ((w - x) ** 2).mean())
+        outer = ltx.data_parallel(lambda p, x: (Implicit.apply(p["w"], lambda: CURVED[curved](fit, w, x)) * x).mean())
+        return OUTER[way](outer, {"w": w}, x)["w"], CURVED[curved](fit, w, x)
+
+    for got, factor in ranks(2).run(run):
+        torch.testing.assert_close(got, 2 * factor)
+
+
+def test_a_value_in_an_attribute_that_is_differentiated_later(ranks: Ranks) -> None:
+    """The step has run before, with a constant there."""
+
+    class Model:
+        def __init__(self) -> None:
+            self.step, self.a = ltx.data_parallel(self.loss), torch.tensor(2.0)
+
+        def loss(self, w: Tensor, x: Tensor) -> Tensor:
+            return (self.a * (w - x) ** 2).mean()
+
+        def joint(self, w: Tensor, a: Tensor, x: Tensor) -> Any:
+            self.a = a
+            return self.step(w, x)
+
+    def run() -> tuple[Tensor, Tensor]:
+        model, w, x = Model(), torch.tensor(0.5), torch.tensor([1.0, 2.0])
+        torch.func.grad(model.step)(w, x)
+        found: tuple[Tensor, Tensor] = torch.func.grad(model.joint, argnums=(0, 1))(w, torch.tensor(2.0), x)
+        return found
+
+    for by_w, by_a in ranks(2).run(run):
+        torch.testing.assert_close((by_w, by_a), (torch.tensor(-4.0), torch.tensor(1.25)))

@@ -66,7 +66,7 @@ ERRORS: dict[type[Exception], dict[str, tuple[Callable[[], Any], str]]] = {
         "twice": (
             lambda: ltx.data_parallel(ltx.data_parallel(linear)),
             "this step is already data parallel, and would be averaged twice. Use dataclasses.replace(step, "
-            "strategy=...) for another strategy.",
+            "strategy=...) for another strategy, and data_parallel(fn, axis=('data', 'model')) for several axes.",
         ),
         "argnums too large": (
             lambda: ltx.data_parallel(linear, argnums=2)(P, X),

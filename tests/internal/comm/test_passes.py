@@ -200,6 +200,32 @@ def test_steps_of_two_threads_at_a_time_end_the_world(on_new_axis: OnNewAxis) ->
         assert "DeadlockDetectedError" in first
 
 
+def test_collectives_of_two_threads_at_a_time_end_the_world(on_new_axis: OnNewAxis) -> None:
+    """One's values came to the other: equal calls can't be told apart."""
+
+    def run() -> list[str]:
+        ltx.psum(torch.ones(()))  # which ranks needn't compare from now on
+        if ltx.axis_index() == 1:
+            return []
+        entered, kind = threading.Event(), type(_axis_comm())
+        issue = kind._issue
+
+        def issued(self: Any, *args: Any) -> Any:
+            entered.set()
+            return issue(self, *args)
+
+        with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor() as pool:
+            patch.setattr(kind, "_issue", issued)
+            first = pool.submit(raised_by, ltx.psum, torch.ones(()))
+            entered.wait(60.0)
+            second = raised_by(ltx.psum, torch.ones(()))
+            return [first.result(), second]
+
+    (first, second), _ = on_new_axis(run)
+    assert "UnsupportedError: rank 0: psum was called while another thread of this rank is in a collective" in second
+    assert "DeadlockDetectedError" in first
+
+
 def test_who_has_left_a_step_with_all_others_waits_for_them(on_new_axis: OnNewAxis) -> None:
     """A rank that is ahead waits in its next call, and finds that the others have left the step, as it has."""
 
