@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import ast
-import dis
 import keyword
 import re
 import shlex
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from types import CodeType
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -19,7 +17,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from ltx.core.world.world import cores
 from ltx.errors import CallFailedError
-from ltx.runtime.messages import digest, stuck
+from ltx.runtime.messages import digest, names_in, stuck
 from ltx.runtime.per_rank import PerRank
 from ltx.runtime.pool import Pool
 from ltx.runtime.shell import Cell, own_or_brought
@@ -114,13 +112,13 @@ class LtxMagics(Magics):
             code = compile(source, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
         except SyntaxError as error:
             raise UsageError("".join(traceback.format_exception_only(error)).rstrip()) from None
-        used = sorted(_taken(code) & self.shell.user_ns.keys() - set(forced))
         ranks = range(size) if asked.rank is None else [asked.rank]
-        has: list[dict[str, str]] = [{}]  # of new workers
-        if self.pool is not None and not asked.restart and size == len(self.pool) and used:
-            has = self.pool._call(ranks, own_or_brought, (used,), {}, None)
-        given = self._given(forced, used, has)
-        pool, call = self._pool(size, asked.restart), Cell(source, name, asked.out is not None)
+        asks = None
+        if self.pool is not None and not asked.restart and size == len(self.pool):
+            pool = self.pool
+            asks = lambda names: pool._call(ranks, own_or_brought, (names,), {}, None)  # noqa: E731
+        given = self._given(forced, *names_in(code), asks)
+        pool, call = self._pool(size, asked.restart), Cell(source, name, asked.out is not None, self.shell.user_ns)
         try:
             values = pool._call(ranks, call, (given,), {}, asked.timeout)
         except CallFailedError as error:
@@ -131,22 +129,39 @@ class LtxMagics(Magics):
         else:
             _show(dict(zip(ranks, values, strict=True)), size)
 
-    def _given(self, forced: list[str], used: list[str], has: list[dict[str, str]]) -> dict[str, tuple[str, Any]]:
+    def _given(
+        self,
+        forced: list[str],
+        used: set[str],
+        assigned: set[str],
+        asks: Callable[[list[str]], list[dict[str, str]]] | None,
+    ) -> dict[str, tuple[str, Any]]:
         """What a cell brings along for the names `forced`, and for those `used` that a worker lacks, with digests.
 
-        `has`: what the workers have of `used` (:func:`ltx.runtime.shell.own_or_brought`).
+        What functions use counts as used too, as they find it in the workers' ``__main__``, but for what the cell has
+        `assigned` by then. `asks`: gives what the workers have of some names
+        (:func:`ltx.runtime.shell.own_or_brought`); None for new workers.
         """
-        given = {}
-        for name in (*forced, *(name for name in used if any(there.get(name) != "" for there in has))):
-            value = self.shell.user_ns[name]
-            try:
-                found = digest(value)
-            except Exception as error:
-                why = f" --in {name}" if name in forced else f": the cell uses {name!r} of the notebook"
-                what = f"a {type(value).__name__} can't be sent to the workers: {error}{stuck(value)}"
-                raise UsageError(f"%%ltx{why}: {what}. Make one in the cell.") from None
-            if name in forced or any(there.get(name) not in ("", found) for there in has):
-                given[name] = ("" if name in forced else found, value)
+        given, seen, main = {}, {*assigned}, self.shell.user_ns
+        names = [*forced, *sorted(used & main.keys() - {*forced})]
+        while names:
+            seen |= {*names}
+            has = [{}] if asks is None else asks(names)
+            after: set[str] = set()
+            for name in names:
+                if name not in forced and all(there.get(name) == "" for there in has):
+                    continue
+                value = main[name]
+                try:
+                    found, uses = digest(value, main)
+                except Exception as error:
+                    why = f" --in {name}" if name in forced else f": the cell uses {name!r} of the notebook"
+                    what = f"a {type(value).__name__} can't be sent to the workers: {error}{stuck(value)}"
+                    raise UsageError(f"%%ltx{why}: {what}. Make one in the cell.") from None
+                after |= uses
+                if name in forced or any(there.get(name) not in ("", found) for there in has):
+                    given[name] = ("" if name in forced else found, value)
+            names = sorted(after & main.keys() - seen)
         return given
 
     def _line(self, line: str) -> None:
@@ -179,16 +194,6 @@ class LtxMagics(Magics):
                 f"{error}\n\n{name!r} is defined in the notebook, not on the workers. A cell brings the names that it "
                 f"uses, but none that it assigns, or that only a magic or a string has: `%%ltx --in {name}` sends it.",
             )
-
-
-def _taken(code: CodeType) -> set[str]:
-    """The global names that `code` uses, functions in it included, but doesn't assign."""
-    done = [(step.opname, step.argval) for step in dis.get_instructions(code)]
-    loaded = {name for kind, name in done if kind in ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")}
-    assigned = {name for kind, name in done if kind in ("STORE_NAME", "DELETE_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")}
-    inner = set[str]().union(*(_taken(each) for each in code.co_consts if isinstance(each, CodeType)))
-    # what a class body assigns are no globals of its methods
-    return (loaded | inner) - assigned if code.co_name == "<module>" else (loaded - assigned) | inner
 
 
 def _show(values: dict[int, Display | None], size: int) -> None:

@@ -23,6 +23,7 @@ reloaded by :class:`Modules` after an edit, so that workers and driver run the s
 from __future__ import annotations
 
 import ast
+import dis
 import functools
 import hashlib
 import importlib.util
@@ -42,7 +43,7 @@ from itertools import accumulate
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -183,14 +184,27 @@ def pack(value: Any) -> Message:
     return pickler.message()
 
 
-def digest(value: Any) -> str:
-    """What tells `value` from what it was before. Raises what pickling it raises."""
-    pickler = Pickler()
+def digest(value: Any, main: dict[str, Any] | None = None) -> tuple[str, set[str]]:
+    """What tells `value` from what it was before, and the names of `main` that its functions use.
+
+    `main`: as in :class:`Pickler`. Raises what pickling the value raises.
+    """
+    pickler = Pickler(main)
     pickler.dump(value)
     found = hashlib.sha256(pickler._stream.getbuffer())
     for view in pickler._buffers:
         found.update(view)
-    return found.hexdigest()
+    return found.hexdigest(), pickler.uses
+
+
+def names_in(code: CodeType) -> tuple[set[str], set[str]]:
+    """The global names that `code` uses, functions in it included, but doesn't assign; those that it assigns."""
+    done = [(step.opname, step.argval) for step in dis.get_instructions(code)]
+    loaded = {name for kind, name in done if kind in ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")}
+    assigned = {name for kind, name in done if kind in ("STORE_NAME", "DELETE_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")}
+    inner = set[str]().union(*(names_in(each)[0] for each in code.co_consts if isinstance(each, CodeType)))
+    # what a class body assigns are no globals of its methods
+    return (loaded | inner) - assigned if code.co_name == "<module>" else (loaded - assigned) | inner, assigned
 
 
 def receive(connection: Connection) -> Callable[[], Any]:
@@ -208,9 +222,14 @@ def receive(connection: Connection) -> Callable[[], Any]:
 
 
 class Pickler(TensorPickler):
-    """cloudpickle's pickler; the memory of tensors and arrays becomes buffers of the message."""
+    """cloudpickle's pickler; the memory of tensors and arrays becomes buffers of the message.
 
-    def __init__(self) -> None:
+    `main`: a notebook's globals. Its functions have the receiver's ``__main__`` as their globals, where the names that
+    they use (`uses`) come by themselves.
+    """
+
+    def __init__(self, main: dict[str, Any] | None = None) -> None:
+        self._main, self.uses = main, set[str]()
         self._stream, self._buffers = io.BytesIO(), list[memoryview]()
         super().__init__(self._stream, protocol=5, buffer_callback=lambda buffer: self._buffers.append(buffer.raw()))
 
@@ -222,6 +241,13 @@ class Pickler(TensorPickler):
         if isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu":
             flat: Any = torch.empty(0, dtype=torch.uint8, device="cpu").set_(obj)
             return _storage, (pickle.PickleBuffer(flat.numpy()),)
+        if isinstance(obj, _Main):
+            return _main, ()
+        if isinstance(obj, FunctionType) and obj.__globals__ is self._main and obj.__module__ == "__main__":
+            self.uses |= names_in(obj.__code__)[0]
+            self.globals_ref[id(self._main)] = _Main()
+            make, made_of, (attributes, slots), *rest = super().reducer_override(obj)
+            return make, made_of, (attributes, {**slots, "__globals__": {}}), *rest
         return super().reducer_override(obj)
 
     def message(self) -> Message:
@@ -230,6 +256,14 @@ class Pickler(TensorPickler):
     @property
     def nbytes(self) -> int:
         return self._stream.tell() + sum(view.nbytes for view in self._buffers)
+
+
+class _Main(dict[str, Any]):
+    """The globals of a notebook's functions."""
+
+
+def _main() -> dict[str, Any]:
+    return vars(sys.modules["__main__"])
 
 
 def _storage(buffer: Any) -> torch.UntypedStorage:
@@ -268,7 +302,7 @@ def pack_call(number: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs
 
     Raises WorkerError if one of the objects can't be pickled.
     """
-    pickler = _Pickler(number, getattr(_unwrapped(fn), "__module__", None) or "")
+    pickler = _Pickler(number, getattr(_unwrapped(fn), "__module__", None) or "", getattr(fn, "main", None))
     try:
         pickler.dump(Call(number, search_path()))
         pickler.dump(fn)
@@ -297,8 +331,8 @@ def name_of(fn: Any) -> str:
 class _Pickler(Pickler):
     """The pickler of one call: until :meth:`unregister`, modules that workers can't import go by value."""
 
-    def __init__(self, number: int, own_module: str):
-        super().__init__()
+    def __init__(self, number: int, own_module: str, main: dict[str, Any] | None):
+        super().__init__(main)
         self._number, self._own_module = number, own_module
         self.sources: dict[str, tuple[str, list[str]]] = {}  # code that is in no file: {file name: (label, lines)}
         self._by_value: dict[str, bool] = {}  # by the name of a module: whether its functions and classes go by value
@@ -312,7 +346,7 @@ class _Pickler(Pickler):
             by_value = self._goes_by_value(getattr(obj, "__module__", None) or "")
             if by_value and isinstance(obj, functools._lru_cache_wrapper):
                 return _cached, (obj.__wrapped__, obj.cache_parameters())
-            if by_value and isinstance(obj, FunctionType):
+            if by_value and isinstance(obj, FunctionType) and obj.__globals__ is not self._main:
                 self.globals_ref.setdefault(id(obj.__globals__), _Globals(obj.__globals__))
         if isinstance(obj, FunctionType):
             name = obj.__code__.co_filename

@@ -28,6 +28,7 @@ from traitlets.config import Config
 
 from ltx.errors import UnsupportedError
 from ltx.runtime import show
+from ltx.runtime.messages import digest
 
 _IPYTHON = Path(IPython.__file__).parent
 _INSTALLS = ("pip", "conda", "mamba", "micromamba", "uv")
@@ -35,11 +36,18 @@ _INSTALLS = ("pip", "conda", "mamba", "micromamba", "uv")
 
 @dataclass(frozen=True)
 class Cell:
-    """The cell `source`, as the notebook's IPython has transformed it; tracebacks and errors call it `name`."""
+    """The cell `source`, as the notebook's IPython has transformed it; tracebacks and errors call it `name`.
+
+    `main`: in the notebook, its globals, whose functions have this worker's here.
+    """
 
     source: str
     name: str
     wants_value: bool
+    main: dict[str, Any] | None = None
+
+    def __reduce__(self) -> Any:
+        return Cell, (self.source, self.name, self.wants_value)
 
     def __call__(self, given: Mapping[str, tuple[str, Any]]) -> Any:
         """Run the cell in this worker's ``__main__``, with values of the notebook, which stay.
@@ -49,9 +57,12 @@ class Cell:
         """
         shell, has = started(), own_or_brought(given)
         setattr(shell.compile, "get_code_name", lambda *_: self.name)  # noqa: B010
-        for name, (digest, value) in given.items():
-            if not digest or has.get(name, "none") not in ("", digest):
-                shell.user_ns[name], shell.brought[name] = value, (digest, value)
+        for name, (told, value) in given.items():
+            if not told or has.get(name, "none") not in ("", told):
+                if told and name in has and digest(shell.user_ns[name])[0] != shell.arrived[name]:
+                    raise UnsupportedError(_CHANGED.format(name))
+                shell.user_ns[name], shell.brought[name] = value, (told, value)
+                shell.arrived[name] = digest(value)[0]
         shell.source, shell.wants_value, shell.look = self.source, self.wants_value, None
         result = shell.run_cell(self.source, store_history=False)  # type: ignore[no-untyped-call]
         shell.raise_what_was_raised()
@@ -59,6 +70,12 @@ class Cell:
 
     def __str__(self) -> str:
         return self.name
+
+
+_CHANGED = (
+    "{0!r} has changed in the notebook, and on the workers since it came: the cell isn't run, since what cells have "
+    "made of it would be lost. To take the notebook's: `%%ltx --in {0}`. To keep the workers': `{0} = {0}` in a cell."
+)
 
 
 def own_or_brought(names: Iterable[str]) -> dict[str, str]:
@@ -151,6 +168,7 @@ class RankShell(InteractiveShell):
     displayhook_class = Type(_Hook)
     source, wants_value = "", False  # both are those of the cell that runs
     brought: ClassVar[dict[str, tuple[str, Any]]] = {}  # by name: the notebook's values that cells brought, and digests
+    arrived: ClassVar[dict[str, str]] = {}  # by name: their digests here, as they came
     look: show.Display | None = None  # the display of the cell's last expression
     raised: BaseException | None = None
     system = InteractiveShell.system_raw  # commands run without a pseudo-terminal

@@ -181,20 +181,26 @@ BROUGHT = [
     ("scale = 5", "class Of:\n    scale = 1\n    def it(self):\n        return scaled(rank) + scale\nOf().it()", "10"),
     ("", "box.append(rank)\nlen(box)", "1"),
     ("", "len(box) + len([box.append(n) for n in range(2)])", "3"),  # changed on the worker: kept
-    ("box.append('of the notebook')", "box", "['of the notebook']"),  # changed in the notebook: brought again
+    ("box.append('of the notebook')", "box", "'box' has changed in the notebook, and on the workers since it came"),
+    ("names = [0]", "names", "[0]"),
+    ("names.append('of the notebook')", "names", "[0, 'of the notebook']"),  # changed in the notebook: brought again
     ("", "scale = rank + 10\nscale", "11"),
-    ("scale = 7", "scale, scaled(1)", "(11, 7)"),  # a cell has assigned it: the workers' own
+    ("scale = 7", "scale, scaled(1)", "(11, 11)"),  # a cell has assigned it: the workers' own
+    (
+        "import torch\nmodel = torch.nn.Linear(1, 1)\ndef value():\n    return model.weight.item()",
+        "with torch.no_grad():\n    _ = model.weight.fill_(3.0)\nmodel.weight.item()",
+        "3.0",
+    ),
+    ("", "value()", "3.0"),  # a function that comes later has the workers' model, and not another one
+    ("_ = model.eval()", "model.training", "'model' has changed in the notebook, and on the workers since it came"),
+    ("", "model = model\nmodel.weight.item()", "3.0"),
     ("late = 1", "late += 1", "'late' is defined in the notebook, not on the workers. A cell brings the names that it"),
     (
         "import threading\nlock = threading.Lock()",
         "lock",
         "%%ltx: the cell uses 'lock' of the notebook: a lock can't be",
     ),
-    (
-        "def locked():\n    return lock",
-        "locked()",
-        "can't be sent to the workers: cannot pickle '_thread.lock' object ('lock', which locked uses)",
-    ),
+    ("def locked():\n    return lock", "locked()", "%%ltx: the cell uses 'lock' of the notebook: a lock can't be"),
     ("", "lock = rank\nlock", "1"),
     ("", "lock", "1"),
 ]
