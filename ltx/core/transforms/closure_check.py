@@ -11,14 +11,16 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from operator import attrgetter
 from types import CellType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ltx.core.base import private, tree
 from ltx.core.base.errors import InputError, StepError, TreeError, UnsupportedError
@@ -30,6 +32,9 @@ from ltx.typing import Tree
 #: What is known of each function, since looking takes long: "called", "watched", and of graphs with so many nodes
 #: ("whole", nodes), which lead to no captured parameters, and ("alone", nodes), which lead to no leaves of their own.
 _known = Seen(forgets=True)
+#: The tensors to which a function refers and that required no grad when it was looked at: it is again if one does.
+_frozen: WeakKeyDictionary[Any, WeakTensorKeyDictionary] = WeakKeyDictionary()
+_FLAG = attrgetter("requires_grad")
 
 
 def edges(nodes: Iterable[Any], ends: Callable[[Any], bool] = lambda _: False) -> Iterator[tuple[Any, Any, int]]:
@@ -71,7 +76,7 @@ def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0, to_given
     function is checked once, and again if a call makes another number of nodes, `made`. The check is for plain
     autograd: torch.func differentiates only arguments.
     """
-    if _known.has(fn, ("whole", made)):
+    if _known.has(fn, ("whole", made)) and not any(map(_FLAG, _frozen.get(fn, ()))):
         return
     buffers = [buffer for module in modules_of(fn) for buffer in module.buffers()] if to_given else []
     known = [*_tensors(given), *buffers]
@@ -87,6 +92,10 @@ def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0, to_given
                 "If it is meant to be frozen, call requires_grad_(False) on it."
             )
     _known.add(fn, ("whole", made))
+    found = [*reached_from(fn), *(x for module in modules_of(fn) for x in module.parameters())]
+    still = [x for x in found if isinstance(x, torch.Tensor) and not x.requires_grad and x.is_floating_point()]
+    with suppress(TypeError):
+        _frozen[fn] = WeakTensorKeyDictionary(dict.fromkeys(still))
 
 
 def _tensors(values: Tree) -> list[torch.Tensor]:

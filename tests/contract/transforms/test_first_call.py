@@ -245,3 +245,39 @@ def test_a_buffer_that_requires_gradients(ranks: Ranks) -> None:
     assert found[:2] == (pytest.approx(mean), pytest.approx(mean))
     assert found[2] == "the step uses 'codes' of Quantizer, a buffer"
     assert found[3].startswith("the step uses 'scale' of Quantizer, a parameter") or "'codes'" in found[3]
+
+
+def writing_later(call: Callable[..., Any]) -> str:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval()
+    train = ltx.train_step(ltx.data_parallel(lambda p, x: call(module, p, (x,)).square().mean()), sgd())
+    state = train.init({name: x.detach() for name, x in module.named_parameters()})
+    for _ in range(2):
+        state, _ = train(state, X)
+    module.train()
+    return said(StepError, train, state, X)
+
+
+@pytest.mark.parametrize("call", [functional_call, ltx.functional_call])
+def test_a_module_that_writes_to_its_buffers_only_later(call: Any, ranks: Ranks) -> None:
+    for text in ranks(2).run(writing_later, call):
+        assert "'1.num_batches_tracked' of Sequential: the module wrote to this buffer of its own" in text
+
+
+def unfrozen_later(how: str) -> str:
+    layer, x = nn.Linear(2, 1, bias=False), torch.tensor([1.0, 2.0])
+    weight = nn.Parameter(torch.ones(2))
+    used = {"a module": lambda: layer(x).sum(), "a parameter": lambda: (weight * x).sum()}[how]
+    step, p = ltx.data_parallel(lambda p: (p * used()).sum()), torch.ones(2, requires_grad=True)
+    captured = layer.weight if how == "a module" else weight
+    captured.requires_grad_(False)
+    for _ in range(2):
+        step(p).backward()
+    captured.requires_grad_(True)
+    return said(StepError, step, p)
+
+
+@pytest.mark.parametrize("how", ["a module", "a parameter"])
+def test_captured_parameters_that_are_unfrozen_later(how: str, ranks: Ranks) -> None:
+    """As when the layers of a network are freed one by one: each rank had a gradient of its own."""
+    for text in ranks(2).run(unfrozen_later, how):
+        assert "isn't one of its arguments, so its gradient would stay local" in text
