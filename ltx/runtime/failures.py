@@ -69,8 +69,7 @@ CONSEQUENCES = ("PeerLostError", "StoreGoneError", "DeadlockDetectedError", "Col
 def exit_text(code: int) -> str:
     if code >= 0:
         return f"exited with status {code}"
-    name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
-    return f"was killed by {name}"
+    return f"was killed by {signal.Signals(-code).name if -code in set(signal.Signals) else -code}"
 
 
 def what_became_of_workers(kept: bool) -> str:

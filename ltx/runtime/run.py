@@ -10,12 +10,11 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -159,36 +158,31 @@ def launch(arguments: Sequence[str]) -> int:
     if parsed.nnodes in _ONE:
         # a random key for this job, with which its ranks authenticate pickles
         os.environ.setdefault("LTX_KEY", os.urandom(16).hex())
-    logs = None
-    if parsed.log_dir is None:
-        if (parsed.redirects, parsed.tee) == ("0", "0"):  # the directory only holds the error files of failing ranks
-            logs = tempfile.TemporaryDirectory(prefix="ltx_run_")
-            parsed.log_dir = logs.name
-        else:  # the job's output goes there, so the directory stays
-            parsed.log_dir = tempfile.mkdtemp(prefix="ltx_run_")
-            print(f"ltx run: the ranks' output is kept in {parsed.log_dir}", file=sys.stderr, flush=True)
-    earlier = set(Path(parsed.log_dir).glob("*"))
-    try:
-        torchrun.run(parsed)
-    except ChildFailedError as error:
-        runs = set(Path(parsed.log_dir).glob("*")) - earlier
-        mine = [run for run in runs if run.name.startswith(f"{parsed.rdzv_id}_")]
-        print(told_failures(mine, error.failures), file=sys.stderr)
-        return 1
-    except RendezvousError as error:  # launchers on several machines lost each other; this launcher's ranks have ended
-        print(f"ltx run: this machine couldn't meet the others, or lost them: {error}", file=sys.stderr)
-        return 1
-    except SignalException as error:
-        print(f"ltx run: stopped by {error.sigval.name}", file=sys.stderr)
-        return 128 + error.sigval.value
-    finally:
-        if logs is not None:
-            logs.cleanup()
+    with ExitStack() as ended:
+        if parsed.log_dir is None:
+            if (parsed.redirects, parsed.tee) == ("0", "0"):  # there are only the error files of failing ranks
+                parsed.log_dir = ended.enter_context(tempfile.TemporaryDirectory(prefix="ltx_run_"))
+            else:  # the job's output goes there, so the directory stays
+                parsed.log_dir = tempfile.mkdtemp(prefix="ltx_run_")
+                print(f"ltx run: the ranks' output is kept in {parsed.log_dir}", file=sys.stderr, flush=True)
+        earlier = set(Path(parsed.log_dir).glob("*"))
+        try:
+            torchrun.run(parsed)
+        except ChildFailedError as error:
+            runs = set(Path(parsed.log_dir).glob("*")) - earlier
+            mine = [run for run in runs if run.name.startswith(f"{parsed.rdzv_id}_")]
+            print(told_failures(mine, error.failures), file=sys.stderr)
+            return 1
+        except RendezvousError as error:  # launchers on several machines lost each other; this one's ranks have ended
+            print(f"ltx run: this machine couldn't meet the others, or lost them: {error}", file=sys.stderr)
+            return 1
+        except SignalException as error:
+            print(f"ltx run: stopped by {error.sigval.name}", file=sys.stderr)
+            return 128 + error.sigval.value
     return 0
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(NamedTuple):
     """How a rank has ended, in words; `kind` is the exception's class and `at_s` its time, if the rank told them."""
 
     text: str
@@ -214,8 +208,7 @@ def first_failure(ended: Mapping[int, Ended]) -> int:
 def told_failures(runs: Sequence[Path], failures: Mapping[int, Any]) -> str:
     """The text about a run that failed: the first failure, and the other ranks in one line.
 
-    `runs`: the directories of this run, in which ranks have left error files. `failures`: torch's, by rank, of the
-    ranks that had ended when the launcher looked.
+    `runs`: this run's directories, with the ranks' error files. `failures`: torch's, of ranks that it has seen end.
     """
     ended = {rank: Ended(exit_text(failure.exitcode)) for rank, failure in failures.items()}
     attempts = [path for run in runs for path in run.glob("attempt_*")]
@@ -229,5 +222,4 @@ def told_failures(runs: Sequence[Path], failures: Mapping[int, Any]) -> str:
             ended[int(extra["rank"])] = Ended(f"raised {extra['kind']}: {line}{where}", extra["kind"], extra["at_s"])
     first = first_failure(ended)
     others = [f"rank {rank} {end.text}" for rank, end in sorted(ended.items()) if rank != first]
-    rest = f"\nOther ranks: {'; '.join(others)}" if others else ""
-    return f"ltx run: rank {first} {ended[first].text}{rest}"
+    return f"ltx run: rank {first} {ended[first].text}" + (f"\nOther ranks: {'; '.join(others)}" if others else "")

@@ -37,15 +37,12 @@ def deliver(seen: Any, drawn: dict[Any, Any] | None = None) -> None:
 
 @dataclass(frozen=True)
 class Display:
-    """What IPython's display publisher gets: `bundle` has a value's representation for each MIME type.
+    """What IPython's display publisher gets."""
 
-    `name` is the display's id, if it has one; with `update` the display of that name is replaced.
-    """
-
-    bundle: dict[str, Any]
+    bundle: dict[str, Any]  # by MIME type
     metadata: dict[str, Any] = field(default_factory=dict)
-    name: str | None = None
-    update: bool = False
+    name: str | None = None  # the display's id, if it has one
+    update: bool = False  # whether it replaces the display of that name
 
     def shown(self, rank: int | None, size: int, drawn: dict[Any, Any]) -> None:
         """Show this on the driver, labelled with `rank`; on the process that made it `rank` is None."""
@@ -68,10 +65,7 @@ class Cleared:
 
 
 class Area:
-    """The displays of one rank in the running cell; each rank has its own area, and clears only that.
-
-    After a rank has cleared its displays, its new displays are put in the places of the old.
-    """
+    """The displays of one rank in the running cell. Once it has cleared them, new ones are put in their places."""
 
     def __init__(self, rank: int | None):
         self._label = "" if rank is None else f"[rank {rank}] "
@@ -173,18 +167,15 @@ def put(place: Any, bundle: dict[str, Any], metadata: dict[str, Any] | None = No
 
 @dataclass(frozen=True)
 class Reached:
-    """How far a rank is with an iteration that is nested in `depth` others; `besides` is shown beside the bar.
-
-    `live`: a notebook shows a table of the ranks and a curve too.
-    """
+    """How far a rank is with an iteration that is nested in `depth` others."""
 
     label: str
     done: int
     total: int | None
     finished: bool
     depth: int = 0
-    besides: Mapping[str, float | str] = field(default_factory=dict)
-    live: bool = False
+    besides: Mapping[str, float | str] = field(default_factory=dict)  # what is shown beside the bar
+    live: bool = False  # whether a notebook shows a table of the ranks and a curve too
 
     def shown(self, rank: int | None, size: int, drawn: dict[Any, Any]) -> None:
         """Draw the bar, as far as the slowest of `size` ranks is. `drawn` are the bars on the screen."""
@@ -301,10 +292,7 @@ class LiveLine:
         self._place: Any = None
 
     def draw(self, line: str, finished: bool, depth: int = 0, html: str = "") -> None:
-        """Draw `line` over the old one, `depth` lines below the cursor; after `finished` it doesn't change.
-
-        A notebook shows `html` instead of `line`.
-        """
+        """Draw `line`, in a notebook `html`, over the old one, `depth` lines below the cursor; `finished`: for good."""
         target = getattr(sys, self._stream)
         if in_notebook():
             self._place = put(self._place, {"text/plain": line} | ({"text/html": html} if html else {}))
@@ -402,8 +390,7 @@ class Line:
 
     def shown(self, rank: int, size: int, drawn: dict[Any, Any]) -> None:
         """Draw the line over its older text; in a log, only when it has ended."""
-        line = drawn.setdefault(_key(self.stream, rank), LiveLine(self.stream))
-        line.draw(f"[rank {rank}] {self.text}", False)
+        drawn.setdefault(_key(self.stream, rank), LiveLine(self.stream)).draw(f"[rank {rank}] {self.text}", False)
 
 
 def _key(stream: str, rank: int | None) -> str:
@@ -413,9 +400,8 @@ def _key(stream: str, rank: int | None) -> str:
 class Writer(io.TextIOBase):
     """A worker's ``sys.stdout`` or ``sys.stderr``: sends whole lines to the driver, an unfinished one after the call.
 
-    A line with a carriage return will be overwritten: it is sent each time it changes. Several threads may write at
-    once. A fork of the worker, such as a data loader's, writes to the pipe `fd`, since `deliver`, the way to the
-    driver, belongs to the worker.
+    A line with a carriage return will be overwritten: it is sent each time it changes. A fork of the worker, such as a
+    data loader's, writes to the pipe `fd`, since `deliver`, the way to the driver, belongs to the worker.
     """
 
     encoding = "utf-8"

@@ -19,12 +19,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -180,9 +179,8 @@ class _WorkerLoop:
         self._deliver(pack(message))
 
     def wait_for_others(self, number: int) -> None:
-        """Until the driver asks for more: wait for call `number` as in a collective, so that a circle of waits is seen.
-
-        A worker that is busy with the call may wait in a collective for this one, which won't come.
+        """Until the driver asks for more: wait for call `number` as in a collective, where workers that are busy with
+        the call may wait for this one, so that a circle of waits is seen.
         """
         watcher, ranks = self.counted(number), [*range(int(os.environ["WORLD_SIZE"]))]
         while number and watcher is not None and self.inbox.empty():
@@ -261,8 +259,7 @@ class _WorkerLoop:
             assert self._inherited is not None
             return *self._inherited, {}
         if call.search_path != self._search_path:
-            added_here = [path for path in sys.path if path not in self._search_path]
-            sys.path[:] = [*call.search_path, *added_here]
+            sys.path[:] = [*call.search_path, *(path for path in sys.path if path not in self._search_path)]
             self._search_path = call.search_path
         self._modules.refresh()
         fn, (args, kwargs), sources = load(), load(), load()
@@ -288,8 +285,7 @@ from multiprocessing.connection import Connection; from ltx.runtime.worker impor
 serve(Connection(int(sys.argv[1])))"""
 
 
-@dataclass(frozen=True)
-class Process:
+class Process(NamedTuple):
     """A process that this one has started."""
 
     pid: int

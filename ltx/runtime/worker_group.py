@@ -374,10 +374,7 @@ class Output:
         return max(0.01, min([_LOOK_S, *waits]))
 
     def show(self, *, wait: bool = True, finish: bool = False) -> None:
-        """Print whole lines, those that all ranks print only once; with `finish` also unfinished lines.
-
-        `wait`: lines that not all ranks have printed wait a moment.
-        """
+        """Print whole lines, those of all ranks once; `wait`: others wait a moment; `finish`: unfinished lines too."""
         for fd, (rank, stream) in list(self.sources.items()):
             written = self._begun.pop(fd, b"") + self._read(fd)
             gone = fd not in self.sources  # the process has ended: no more output follows
