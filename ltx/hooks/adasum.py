@@ -83,10 +83,9 @@ class Adasum(CommHook):
             received = yield CollectiveRequest("ppermute", given, arguments=halving.partners(level))
             a, b = halving.pair(piece, received, level)
             plain = buffers.is_plain(a)
-            summed = yield CollectiveRequest(
-                "psum", (_products if plain else collectives.Halving.products)(halving, a, b, level)
-            )
-            piece = (_combined if plain else collectives.Halving.combined)(halving, a, b, summed, level)
+            products = _products(halving, a, b, level) if plain else halving.products(a, b, level)
+            summed = yield CollectiveRequest("psum", products)
+            piece = _combined(halving, a, b, summed, level) if plain else halving.combined(a, b, summed, level)
         rows = yield CollectiveRequest("all_gather", piece[0])
         return halving.joined(rows), inputs.states
 

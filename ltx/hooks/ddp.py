@@ -37,10 +37,7 @@ TorchHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
 class LookAlike:
-    """A bucket with the interface of ``dist.GradBucket``, which Python can't construct.
-
-    Its gradients aren't divided by the number of ranks.
-    """
+    """A bucket, not divided by the number of ranks, with the interface of DDP's, which Python can't construct."""
 
     def __init__(self, inputs: BucketInput, owner: "FromTorch"):
         self._buffer = inputs.flat

@@ -197,8 +197,7 @@ class CompressedAllReduce(LossyHook):
     def _sending(self, inputs: BucketInput, feedback: bool, in_place: bool) -> Compression:
         """As :meth:`send`. `in_place`: the input holds the encoding error afterwards; ``own()`` mustn't be called."""
         n, numel, dtype, rank = inputs.axis_size, inputs.flat.numel(), inputs.flat.dtype, inputs.rank
-        lot = n * self.multiple()
-        m = -(-numel // lot) * self.multiple()
+        m = -(-numel // (n * self.multiple())) * self.multiple()
         # the last row that isn't all padding, and its count of numbers without padding
         last, own_of_last = (numel - 1) // m, (numel - 1) % m + 1
         rows = self.filled(inputs.flat, n * m, m).view(n, m)

@@ -183,10 +183,9 @@ class PowerSGD(PowerHook):
             # an inner hook has done the sums, so uncompressed parameters have a residual too
             if request.sent is not None:
                 sent = _cut(request.sent(), firsts)[-1].split([parts[m].numel() for m in whole])
+                unsent = buffers.unpack(corrected, inputs.bucket, cast=False)
                 for m, mine in zip(whole, sent, strict=True):
-                    buffers.unpack(corrected, inputs.bucket, cast=False)[m].view(-1).add_(sums[m], alpha=1 / n).sub_(
-                        mine
-                    )
+                    unsent[m].view(-1).add_(sums[m], alpha=1 / n).sub_(mine)
             return corrected
 
         # NaN or inf in a matrix makes its whole second product NaN, so `regular` has found them.
@@ -227,11 +226,7 @@ class BatchedPowerSGD(PowerHook):
         second = yield CollectiveRequest("psum", first @ matrix)
         total = _joined([first.mT @ second, rest])
         finite = buffers.is_plain(second) and bool(_joined([second, rest]).isfinite().all())  # as in PowerSGD.send
-
-        def remainder(corrected: torch.Tensor) -> torch.Tensor:
-            return corrected.sub_(total, alpha=1 / n)
-
-        return CompressionResult(total, lambda: total / n, inputs.states, remainder, finite)
+        return CompressionResult(total, lambda: total / n, inputs.states, lambda x: x.sub_(total, alpha=1 / n), finite)
 
 
 def _thin(shape: torch.Size, rank: int, rate: float) -> tuple[int, int, int] | None:

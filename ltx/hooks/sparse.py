@@ -93,10 +93,8 @@ def greatest(row: torch.Tensor, count: int) -> torch.Tensor:
     expected = count * len(sample) / len(row)
     least = torch.topk(sample, min(len(sample), int(expected + 3 * expected**0.5) + 2), sorted=False).values.amin()
     if least > 0:  # false for NaN too
-        memory, below = (
-            row.new_empty(min(buffers.CHUNK, len(row))),
-            torch.empty(min(buffers.CHUNK, len(row)), dtype=torch.bool, device="cpu"),
-        )
+        most = min(buffers.CHUNK, len(row))
+        memory, below = row.new_empty(most), torch.empty(most, dtype=torch.bool, device="cpu")
         found = []
         for some in buffers.chunks(len(row)):
             size = torch.abs(row[some], out=memory[: some.stop - some.start])

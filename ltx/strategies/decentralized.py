@@ -224,9 +224,8 @@ def step_tag(step: int, like: torch.Tensor) -> torch.Tensor:
     all tags were the same.
     """
     bits = [step >> place & 1 for place in range(_BITS)]
-    return comm.to_device(
-        torch.tensor([*bits, *(1 - bit for bit in bits)], dtype=like.dtype, device="cpu"), like.device
-    )
+    tag = torch.tensor([*bits, *(1 - bit for bit in bits)], dtype=like.dtype, device="cpu")
+    return comm.to_device(tag, like.device)
 
 
 # --- the ring, in eight bits ------------------------------------------------------------------------------------------
@@ -279,17 +278,14 @@ class LowPrecisionDecentralized(GossipStrategy):
         params, opt_state = update.apply()
         if not self.communicates(info.step):
             return Updated(params, opt_state, states, pending)
-        return replace(
-            communicate_after_update(self, self._ring, update, params, opt_state, states, info), pending=pending
-        )
+        updated = communicate_after_update(self, self._ring, update, params, opt_state, states, info)
+        return replace(updated, pending=pending)
 
 
 @dataclass(frozen=True)
 class Ring(NodeHook, PostUpdateHook):
-    """One round of the ring: takes the weights after the optimizer, and returns the messages.
-
-    The messages are returned in place of a state: {name of the tensor to which they are added: a row for each rank of
-    a node}.
+    """One round of the ring: takes the weights after the optimizer, and returns messages in place of a state: {name of
+    the tensor to which they are added: a row for each rank of a node}.
     """
 
     state_names: ClassVar[tuple[str, ...]] = ("own", "left", "right")
@@ -332,8 +328,7 @@ class Ring(NodeHook, PostUpdateHook):
             arrived = list((yield from self.gathered(torch.stack(messages), inputs)).unbind(1))
         else:
             arrived = [message[None] for message in messages]
-        messages_of = dict(zip(names, arrived, strict=True))
-        return inputs.flat.new_empty(0), [messages_of]
+        return inputs.flat.new_empty(0), [dict(zip(names, arrived, strict=True))]
 
     def written(self, old: Old) -> list[torch.Tensor]:
         return [*old.params, *(state[name] for state in old.states for name in self.known(old.axis_size))]

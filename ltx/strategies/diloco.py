@@ -241,8 +241,7 @@ class DiLoCoStrategy(Strategy):
         if pending is not None:
             return self._moved(params, states, at, pending)
         path = next(iter(self._fragment(params, at)[0]))
-        sent = states[path][SENT]
-        if info.axis.ranks.overlaps and bool(sent):
+        if info.axis.ranks.overlaps and bool(states[path][SENT]):
             raise StrategyError(
                 f"rank {info.axis.rank}: DiLoCoStrategy: the outer gradient of parameter {path!r} is under way, and "
                 "this state, which train.broadcast gave, hasn't got it. Broadcast what finish gives, called by all "

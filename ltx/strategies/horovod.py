@@ -226,8 +226,7 @@ class HorovodStrategy(Strategy):
         if info.axis.size == 1 or update.finite is False:
             return Updated(*update.apply(), states)
         given, opt_state = update.optimizer.apply(update.grads, update.opt_state, update.params)
-        hook = AdasumOfMoves(self._short)
-        moved = communicate_after_update(self, hook, update, given, opt_state, states, info)
+        moved = communicate_after_update(self, AdasumOfMoves(self._short), update, given, opt_state, states, info)
         params, opt_state = update.if_finite((moved.params, opt_state), (update.params, update.opt_state))
         return replace(moved, params=params, opt_state=opt_state)
 
@@ -358,8 +357,7 @@ class AdasumOfMoves(hooks.Adasum, PostUpdateHook):
         return [{START: start} for start in old.params]
 
     def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
-        narrow = super().packing(dtype, axis_size).dtype
-        return Packing(narrow, -1.0, None, lambda state: [(state[START], 1.0)])
+        return Packing(super().packing(dtype, axis_size).dtype, -1.0, None, lambda state: [(state[START], 1.0)])
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         total, _ = yield from super().reduce(inputs)

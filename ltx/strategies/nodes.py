@@ -211,8 +211,7 @@ class WithinNode(CommHook):
         assert inputs.axis is not None
         if inputs.axis_size == 1:
             return (yield from EXACT.reduce(inputs))
-        total = yield CollectiveRequest("psum", inputs.flat, axis=inner(inputs.axis, self.ranks))
-        return total, inputs.states
+        return (yield CollectiveRequest("psum", inputs.flat, axis=inner(inputs.axis, self.ranks))), inputs.states
 
 
 in_half.register(WithinNode, lambda hook, dtype: replace(hook, dtype=dtype))

@@ -12,7 +12,6 @@ Adam's step is linear in m but not in g, so m may be compressed, as gradients ma
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -137,8 +136,7 @@ class QAdam(NodeStrategy):
 
     @property
     def layout(self) -> StateLayout:
-        has_own = resolved(self.momentum_hook).state_names
-        return StateLayout(sync_state="per_rank" if has_own else "replicated")
+        return StateLayout(sync_state="per_rank" if resolved(self.momentum_hook).state_names else "replicated")
 
     def hook(self, step: int) -> hooks.CommHook:
         return self._hooks.at(step)
@@ -161,8 +159,7 @@ class QAdam(NodeStrategy):
 
     def check(self, optimizer: Optimizer, axis: Axis | None = None) -> None:
         super().check(optimizer, axis)
-        wanted = QAdamOptimizer, self.warmup_steps, self.betas
-        needs.require("QAdam, optimizer", optimizer, repr(self), *wanted)
+        needs.require("QAdam, optimizer", optimizer, repr(self), QAdamOptimizer, self.warmup_steps, self.betas)
 
     def update(self, update: Update, states: States, info: StepInfo, pending: None) -> Updated:
         count = update.opt_state.count
@@ -180,13 +177,9 @@ class QAdam(NodeStrategy):
         params, opt_state = update.apply()
         if info.step + 1 == self.warmup_steps:
             moments = update.optimizer.leaf_states(opt_state, params)
-            states = _with_momenta(states, dict(zip(tree.leaf_paths(params), moments, strict=True)))
+            momenta = {path: own["exp_avg"] for path, own in zip(tree.leaf_paths(params), moments, strict=True)}
+            states = {
+                path: {**state, MOMENTUM: momenta[path].to(state[MOMENTUM].dtype, copy=True)}
+                for path, state in states.items()
+            }
         return Updated(params, opt_state, states)
-
-
-def _with_momenta(states: States, moments: Mapping[str, LeafState]) -> States:
-    """The communication states after the warm-up, with copies of Adam's momenta."""
-    return {
-        path: {**state, MOMENTUM: moments[path]["exp_avg"].to(state[MOMENTUM].dtype, copy=True)}
-        for path, state in states.items()
-    }

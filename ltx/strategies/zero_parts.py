@@ -112,8 +112,7 @@ class MeanPart(CommHook):
     def reduce(self, inputs: BucketInput) -> Reduction:
         if not inputs.flat.numel():
             return inputs.flat, inputs.states
-        mine = yield CollectiveRequest("psum_scatter", _side_by_side(inputs))
-        return _placed(mine, inputs), inputs.states
+        return _placed((yield CollectiveRequest("psum_scatter", _side_by_side(inputs))), inputs), inputs.states
 
 
 in_half.register(MeanPart, lambda hook, dtype: replace(hook, short=dtype))
