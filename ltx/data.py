@@ -106,13 +106,8 @@ class DataPosition:
     def check_sizes(self, fewest: int, most: int) -> None:
         """Raise InputError unless each number of ranks from `fewest` to `most` can divide all steps of an epoch."""
         for size in range(fewest, most + 1):
-            for taken in self._step_sizes:
+            for taken in (min(self.batch_size, self.length), self.length % self.batch_size):  # the latter by the last
                 self._check_divides(taken, size)
-
-    @property
-    def _step_sizes(self) -> tuple[int, int]:
-        """(samples of each step of an epoch, samples of a shorter last step: 0 if there is none)."""
-        return min(self.batch_size, self.length), self.length % self.batch_size
 
     def _check_divides(self, taken: int, size: int) -> None:
         if not self.weighted and taken % size:
@@ -127,11 +122,9 @@ class DataPosition:
 @lru_cache(maxsize=2)
 def _order(length: int, seed: int, shuffle: bool) -> torch.Tensor:
     """The order of an epoch. The tensor is cached: don't write to it."""
-    return (
-        torch.randperm(length, generator=torch.Generator().manual_seed(seed), device="cpu")
-        if shuffle
-        else torch.arange(length, device="cpu")
-    )
+    if not shuffle:
+        return torch.arange(length, device="cpu")
+    return torch.randperm(length, generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
 # What a rank tells its peers at each step.
@@ -269,9 +262,8 @@ def _turns(iterable: Iterable[Any], axis: Axis, divisor: str, stop: str) -> Iter
                     lambda x: replace(x, device=torch.device(x.device.type)) if isinstance(x, _Blank) else x, like
                 )
         first = False
-        share = len(states) / states.count(_HAS_DATA) if divisor == "data" else 1.0
         if state == _HAS_DATA:
-            yield batch, _weight(share)
+            yield batch, _weight(len(states) / states.count(_HAS_DATA) if divisor == "data" else 1.0)
         else:
             yield tree.map(lambda x: x.zeros() if isinstance(x, _Blank) else x, last), _weight(0.0)
         del batch  # free the batch before the next one is made

@@ -100,9 +100,8 @@ def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     hidden name that contains its own name: if this process ends in between, the next process puts it back
     (:func:`put_back`).
     """
-    sealed = dict(manifest, digest=_digest(manifest))
     with open(temporary / MANIFEST, "w", encoding="utf-8") as file:
-        json.dump(sealed, file, indent=1)
+        json.dump({**manifest, "digest": _digest(manifest)}, file, indent=1)
     for name in (*manifest["files"], MANIFEST):
         _to_disk(temporary / name)
     _to_disk(temporary)
@@ -134,10 +133,7 @@ def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def prune(path: Path, keep: int, committed: int, run: str) -> None:
-    """Keep the checkpoint of step `committed` and the latest before it, `keep` in all; remove the other ones of `run`.
-
-    Checkpoints of other runs, and of later steps, stay.
-    """
+    """Of `run`, keep the checkpoint of step `committed` and the latest before it, `keep` in all, no earlier ones."""
     before = list[int]()
     for step in steps(path):
         with suppress(OSError):

@@ -137,9 +137,8 @@ def load(
                     elif rng and rng != "same ranks" and opened.manifest["rng"] and together.rank == 0:
                         _warn(
                             f"the states of random number generators were saved by {opened.saved_ranks} ranks, and "
-                            f"this world has {together.size}, so they are left alone. Seed them "
-                            "(torch.manual_seed(ltx.rank_seed("
-                            'seed))), and say so with rng=False, or with rng="same ranks".'
+                            f"this world has {together.size}, so they are left alone. Seed them (torch.manual_seed("
+                            'ltx.rank_seed(seed))), and say so with rng=False, or with rng="same ranks".'
                         )
                     return restored
             passed_over += problems
@@ -195,14 +194,10 @@ class Opened:
 
 
 def open_checkpoint(path: Path, rank: int, size: int) -> Opened:
-    """Open the checkpoint in `path`; `rank` verifies its share of the files, one of `size` shares.
-
-    Raises CheckpointError if files differ from the manifest.
-    """
+    """Open the checkpoint in `path`. Raises if of this `rank`'s share of the files, one of `size`, one is damaged."""
     manifest = directory.read_manifest(path)
-    names = sorted(manifest["files"])
     # Every rank verifies the metadata, since every rank decodes it.
-    share = {*names[rank::size], storage.METADATA}
+    share = {*sorted(manifest["files"])[rank::size], storage.METADATA}
     if problems := directory.verify(path, manifest, sorted(share)):
         raise CheckpointError("; ".join(problems))
     metadata = storage.read_metadata(path)
@@ -222,10 +217,9 @@ def _wanted(base: Path, state: TrainState, step: int | None, data: str, per_rank
 
 
 def _attempt(together: Together, path: Path, make: Callable[[], T]) -> tuple[T | None, list[str]]:
-    """The result of `make`, and all ranks' list of the faults that they have found in the checkpoint.
+    """The result of `make`, and all ranks' list of the faults, CheckpointErrors, that it has found in the checkpoint.
 
-    A fault is a CheckpointError that `make` raises on some rank. Other errors concern a process or its machine, so all
-    ranks raise them, rather than load an older checkpoint.
+    Other errors concern a process or its machine, so all ranks raise them, rather than load an older checkpoint.
     """
 
     def tried() -> tuple[T | None, str]:
@@ -324,9 +318,8 @@ def _read(
             tensor = (total / len(pieces)).to(tensor.dtype)
         tensors.append(tensor)
     read = tree.unflatten(tree.flatten(state)[1], tensors)
-    read = replace(
-        read, module=state.module, sync_state=replace(read.held_sync_state, clock=state.held_sync_state.clock)
-    )
+    sync_state = replace(read.held_sync_state, clock=state.held_sync_state.clock)
+    read = replace(read, module=state.module, sync_state=sync_state)
     restored = counted(read, manifest["step"], manifest["updates"])
     ranks = range(opened.saved_ranks) if data == "all" else [opened.rank]
     positions = [opened.structure("data" if common else name_on(rank, "data")) for rank in ranks]

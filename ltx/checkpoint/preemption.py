@@ -30,8 +30,7 @@ class Preemption:
         """Whether any rank has been told to stop: the same answer on all ranks. Every rank calls it after each step."""
         self._calls += 1
         if not self._stops and self._calls % self._every == 0:
-            told = self.received is not None
-            self._stops = collectives.reduce_boolean_decision(told, all=False, axis=self._axis)
+            self._stops = collectives.reduce_boolean_decision(self.received is not None, all=False, axis=self._axis)
         return self._stops
 
     def exit(self) -> NoReturn:

@@ -140,8 +140,7 @@ def begin_saving(
             base.mkdir(parents=True, exist_ok=True)
             final = directory.step_path(base, state.step)
             directory.put_back(base)
-            saved_by = directory.run_of(final)
-            if saved_by not in (None, directory.runs.get(base)):
+            if directory.run_of(final) not in (None, directory.runs.get(base)):
                 raise CheckpointError(
                     f"{final} was saved by another run. Give another directory, go on from what is there "
                     "(ltx.checkpoint.load), or remove it"

@@ -83,10 +83,8 @@ def check_state(what: str, state: Any) -> None:
 
 
 def leaves_of(state: TrainState) -> list[Piece]:
-    """The leaves of `state`, in the order of its flattening.
-
-    Paths in a sharded optimizer state don't contain the number of the shard, so that they are equal for any number of
-    ranks.
+    """The leaves of `state`, in the order of its flattening. Paths in a sharded optimizer state don't contain the
+    number of the shard, so that they are equal for any number of ranks.
     """
     shards = state.opt_state if isinstance(state.opt_state, Shards) else None
     if shards is not None and shards.rank is None:
@@ -114,10 +112,8 @@ _TAG = "__ltx__"
 
 
 def encode(value: Any, what: str) -> list[Piece]:
-    """Encode `value` (dicts with string keys, lists, tuples, plain tensors, JSON's values) as pieces, or raise
-    InputError.
-
-    The first piece, called `what`, is the JSON; the pieces `what`.0, `what`.1, ... are the tensors.
+    """Encode `value` (dicts with string keys, lists, tuples, plain tensors, JSON's values), or raise InputError. The
+    first piece, called `what`, is the JSON; the pieces `what`.0, `what`.1, ... are the tensors.
     """
     tensors: list[torch.Tensor] = []
 
@@ -197,8 +193,7 @@ def digest(pieces: Iterable[Piece], data: bool = True) -> str:
     return found.hexdigest()
 
 
-#: A rank's report for rank 0: JSON of (name, dtype, size, offsets, sizes, file, position, length) for a
-#: piece.
+#: A rank's report for rank 0: JSON of (name, dtype, size, offsets, sizes, file, position, length) for a piece.
 Written = list[list[Any]]
 
 
@@ -286,10 +281,7 @@ class _Loading(DefaultLoadPlanner):
 
 
 def read(directory: Path, metadata: dcp.Metadata, pieces: Sequence[Piece]) -> None:
-    """Fill the tensors of `pieces` with the values of their names, from the files of all ranks.
-
-    Raises CheckpointError if a file is missing or isn't a checkpoint's.
-    """
+    """Fill `pieces` with the values of their names, from the files of all ranks; CheckpointError if one is damaged."""
     items: list[ReadItem] = []
     for piece in pieces:
         entry = metadata.state_dict_metadata[piece.name]

@@ -92,11 +92,10 @@ class Together:
         self._at = 0  # the last place at which this rank has announced something
 
     def exchange(self, make: Callable[[], tuple[T, Any]], failed: str, after: str = "") -> tuple[T, list[Any]]:
-        """`make` returns a pair: return its first, and every rank's second, which is JSON. For the thread that
-        trains.
+        """`make` returns a pair: return its first, and every rank's second, which is JSON. For the training's thread.
 
-        If it raises on a rank, all raise one error. The error's text begins with `failed` and ends with `after`. If
-        peers call something else, all raise RankMismatchError.
+        If it raises on a rank, all raise one error, whose text begins with `failed` and ends with `after`. If peers
+        call something else, all raise RankMismatchError.
         """
         with self.leaving():
             made, failure, trouble = _tried(make)

@@ -66,32 +66,28 @@ class Trace(Recording):
         if not self.events:
             return f"rank {self.rank} sent nothing"
         header = ("what", "number", "tensors", "hook", "collectives", "messages", "sent")
-        table = Table(header, self._rows(), (False, True, False, False, False, True, True))
+        table = Table(header, list(self._rows()), (False, True, False, False, False, True, True))
         return "\n".join([f"rank {self.rank} sent {sent}", "", str(table), "", self._beside()])
 
-    def _rows(self) -> list[tuple[str, ...]]:
+    def _rows(self) -> Iterator[tuple[str, ...]]:
         """A row for each kind of collective and hook."""
         hooks = {packed.label: packed.hook for packed in self.packed}
         kinds: dict[tuple[str, str], list[Event]] = {}
         for event in self.events:
             kinds.setdefault((event.kind, hooks.get(event.label, "")), []).append(event)
-        rows: list[tuple[str, ...]] = []
         for (kind, hook), events in kinds.items():
             sizes = [x.nbytes for x in self.packed if (x.label.rpartition(" ")[0], x.hook) == (kind, hook)]
             ends = dict.fromkeys(map(format_bytes, (min(sizes), max(sizes)))) if sizes else ()
             issued = Counter(event.operation for event in events)
-            rows.append(
-                (
-                    kind,
-                    f"{len(sizes) or len(events):,}",
-                    " to ".join(ends),
-                    hook,
-                    ", ".join(f"{count:,} {operation}" for operation, count in issued.items()),
-                    f"{sum(map(_messages, events)):,}",
-                    format_bytes(sum(event.nbytes for event in events)),
-                )
+            yield (
+                kind,
+                f"{len(sizes) or len(events):,}",
+                " to ".join(ends),
+                hook,
+                ", ".join(f"{count:,} {operation}" for operation, count in issued.items()),
+                f"{sum(map(_messages, events)):,}",
+                format_bytes(sum(event.nbytes for event in events)),
             )
-        return rows
 
     def _beside(self) -> str:
         if all(event.completed_s is None for event in self.events):
@@ -280,8 +276,7 @@ class Timeline:
                     free = "0.85" if bar.kind == "step" else f"C{len(colors) % 10}"
                     color = colors.setdefault(bar.kind, free)
                     where = [((bar.start_s - zero) * 1e3, (bar.end_s - bar.start_s) * 1e3)]
-                    span = (row - height / 2, height)
-                    ax.broken_barh(where, span, facecolors=color, alpha=0.8, label=label)
+                    ax.broken_barh(where, (row - height / 2, height), facecolors=color, alpha=0.8, label=label)
                     open_until.append(bar.end_s)
         ax.set_yticks(range(len(names)), names)
         ax.set_ylim(len(names) - 0.5, -0.5)
