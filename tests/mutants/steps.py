@@ -94,8 +94,8 @@ MUTANTS = (
     Mutant(
         name="transforms: uneven divides by all ranks",
         where="_turns",
-        old='share = len(states) / states.count(_HAS_DATA) if divisor == "data" else 1.0',
-        new="share = 1.0",
+        old='len(states) / states.count(_HAS_DATA) if divisor == "data" else 1.0',
+        new="1.0",
         breaks="the last steps of an epoch are too small",
         tests=("tests/contract/training/test_uneven.py",),
     ),
