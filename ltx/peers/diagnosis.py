@@ -149,14 +149,10 @@ class Record:
         for status in fields["axes"].values():
             status["raised"] = status["raised"] and Raised(**status["raised"])
             status["failed"] = status["failed"] and Failed(**status["failed"])
-        return Record(
-            fields["beat"],
-            fields["seen"],
-            {int(rank): (beat, why) for rank, (beat, why) in fields["silent"].items()},
-            {label: Status(**status) for label, status in fields["axes"].items()},
-            Told([ThreadWait(**wait) for wait in told["waits"]], counts, found),
-            fields["process"],
-        )
+        fields["silent"] = {int(rank): (beat, why) for rank, (beat, why) in fields["silent"].items()}
+        fields["axes"] = {label: Status(**status) for label, status in fields["axes"].items()}
+        fields["told"] = Told([ThreadWait(**wait) for wait in told["waits"]], counts, found)
+        return Record(**fields)
 
 
 def stuck(told: Mapping[int, Told]) -> dict[Node, ThreadWait]:

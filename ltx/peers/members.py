@@ -251,6 +251,5 @@ class Members(Peers):
     def tell(self, wait: bool = False, heard: bool = False) -> None:
         self.watcher.tell(wait)
         if heard:
-            self.watcher.wait_until_heard(
-                {axis.global_ranks[peer] for axis in self.own.axes for peer in axis.peers.gone("dead")}
-            )
+            dead = {axis.global_ranks[peer] for axis in self.own.axes for peer in axis.peers.gone("dead")}
+            self.watcher.wait_until_heard(dead)

@@ -42,10 +42,8 @@ class Negotiation(Members):
     def exchange(self, place: str, post: Post) -> list[Post]:
         """Every rank's post at `place`, once all have posted.
 
-        Raises:
-            RankMismatchError: the posts disagree, or a peer waits elsewhere and won't come; on every rank.
-            PeerLostError: a peer's process has died, where all ranks share a machine.
-            CollectiveTimeoutError: a peer hasn't come within the axis' timeout.
+        All ranks raise RankMismatchError if posts disagree or a peer waits elsewhere; a rank raises PeerLostError for a
+        peer that has died, where all ranks share a machine, CollectiveTimeoutError after the axis' timeout.
         """
         self.begin()
         self.announce(place, post)
@@ -218,9 +216,8 @@ class Negotiation(Members):
             if mine is None or self._store.has(place, [self._rank]):
                 continue  # this rank answered it when the signature was new here
             self.announce(place, self._post(mine.signature, mine.offer))
-            self._refuse(
-                {other: said for other in range(self.axis.size) if (said := self.peek(place, other)) is not None}
-            )
+            posts = {other: self.peek(place, other) for other in range(self.axis.size)}
+            self._refuse({other: said for other, said in posts.items() if said is not None})
 
     def _answer_check(self, place: str, rank: int) -> None:
         theirs = self.peek(place, rank)

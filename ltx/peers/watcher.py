@@ -150,11 +150,7 @@ class Watcher:
         self._go_round(wait)
 
     def look(self) -> Mapping[int, Record]:
-        """The records of all ranks, at most a tick old; a thread that waits calls this again and again.
-
-        Raises:
-            PeerLostError: the store doesn't answer.
-        """
+        """The records of all ranks, at most a tick old, for a thread that waits. Raises if the store doesn't answer."""
         now = time.monotonic()
         if self.without_store and not self._gone:
             raise self.store_caller.unanswered()
@@ -392,9 +388,7 @@ class Deadlocks:
     def check(self, key: str, number: int, ranks: list[int], describe: Callable[[], str]) -> None:
         """Check whether this thread, which has waited for :data:`PATIENCE_S`, will wait for ever; called now and then.
 
-        Raises:
-            RankMismatchError: it would; on all ranks that would.
-            PeerLostError: the store doesn't answer.
+        Raises RankMismatchError if it would, on all ranks that would; PeerLostError if the store doesn't answer.
         """
         thread, now = threading.get_ident(), time.monotonic()
         wait = self._waits.get(thread)
