@@ -166,8 +166,8 @@ MUTANTS = (
     Mutant(
         name="collectives: inferred lengths are this rank's",
         where="_all_gather_inferred",
-        old="lengths = list(zip(*told_lengths, strict=True))",
-        new="lengths = [(x.shape[dim],) * found.size for x in leaves]",
+        old="list(zip(*told_lengths, strict=True))",
+        new="[(x.shape[dim],) * found.size for x in leaves]",
         breaks="padding counts as data where lengths differ",
         tests=("tests/contract/collectives/test_uneven.py::test_inferred_dtypes",),
     ),

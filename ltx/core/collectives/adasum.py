@@ -113,16 +113,14 @@ class Halving:
     def _part_of(self, level: int, device: torch.device) -> torch.Tensor:
         """For each element, the index of its part; for simulated ranks and compiled graphs."""
         lengths = torch.tensor([end - start for start, end in pairwise(self._bounds)], device=device)
-        numbers = torch.repeat_interleave(
-            torch.arange(len(lengths), device=device), lengths, output_size=self.n * self._width
-        )
+        parts = torch.arange(len(lengths), device=device)
+        numbers = torch.repeat_interleave(parts, lengths, output_size=self.n * self._width)
         rows = self._first_row(level) + torch.arange(self.n >> (level + 1), device=device)
         return numbers.view(self.n, self._width)[rows].reshape(-1)
 
     def here(self, level: int, device: torch.device) -> torch.Tensor:
         """A mask of this rank's pair of blocks, since each pair has its own row in the sum over all ranks."""
-        own = torch.arange(self.n >> (level + 1), device=device) == self.rank >> (level + 1)
-        return own[:, None, None]
+        return (torch.arange(self.n >> (level + 1), device=device) == self.rank >> (level + 1))[:, None, None]
 
     def products(self, a: torch.Tensor, b: torch.Tensor, level: int) -> torch.Tensor:
         """This rank's part of <a,b>, <a,a> and <b,b> for each part of the tensor, in float64."""
@@ -150,8 +148,7 @@ class Halving:
     def _by_element(self, weights: torch.Tensor, level: int) -> torch.Tensor:
         if isinstance(self.rank, torch.Tensor):
             return weights[self._part_of(level, weights.device)]
-        segments = self.segments(level)
-        return torch.cat([w.expand(s.stop - s.start) for w, s in zip(weights, segments, strict=True)])
+        return torch.cat([w.expand(s.stop - s.start) for w, s in zip(weights, self.segments(level), strict=True)])
 
     def joined(self, rows: torch.Tensor) -> torch.Tensor:
         """The flat tensor, from the ranks' last rows. The inverse of :meth:`rows`."""

@@ -63,8 +63,7 @@ def _count(axis: Any) -> None:
 @traced.at_trace_time
 def prepare_trace(axis: Any) -> str:
     if isinstance(traced.kept(axis), Axis):  # `axis` is a key already
-        key: str = axis
-        return key
+        return str(axis)
     found = comm.resolve(axis)
     return traced.keep(f"{found.name!r} of {found.size}, {found.ranks!r}", found)
 

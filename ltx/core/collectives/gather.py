@@ -285,11 +285,7 @@ def scatter(value: Tree, src: int = 0, axis: Any = None, *, dim: int = 0, tiled:
 
 
 def _place_of(name: str, x: torch.Tensor, dim: int, tiled: bool, new_dim: bool, parts: int | None = None) -> Static:
-    """(dim, tiled) of a collective on `x`, which is split into that many `parts`, if any.
-
-    Raises:
-        AxisError: x has no such dimension, or the dimension can't be split into these parts.
-    """
+    """(dim, tiled) of a collective on `x`, which is split into that many `parts`, if any. Raises if it can't be."""
     ndim = x.ndim + new_dim
     if not -ndim <= dim < ndim:
         hint = " Stack 0-dim tensors with tiled=False." if x.ndim == 0 and tiled else ""

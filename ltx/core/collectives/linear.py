@@ -103,11 +103,7 @@ class Function(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        """torch's apply.
-
-        Raises:
-            UnsupportedError: a tracer that can't see autograd Functions records the call.
-        """
+        """torch's apply. Raises UnsupportedError if a tracer that can't see autograd Functions records the call."""
         if private.is_dispatched(private.AUTOGRAD_VMAP) and any(map(_batched_by_autograd, args)):
             return _batched_anew(cls.apply, args)
         if not private.in_transform():  # torch's own apply, without its work on each argument
@@ -153,9 +149,8 @@ class _Recorded:
 
     def __init__(self, cls: type[Function]):
         self._cls = cls
-        self._recording = _in_one_level(
-            f"{cls.__name__}Generated", self.forward, self.backward, private.SingleLevelFunction.jvp
-        )
+        name, jvp = f"{cls.__name__}Generated", private.SingleLevelFunction.jvp
+        self._recording = _in_one_level(name, self.forward, self.backward, jvp)
 
     def apply(self, level: Any, args: Sequence[Any]) -> Any:
         lift = level._cptr.lift
@@ -197,7 +192,6 @@ def _batched_anew(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
             "a collective or data-parallel step inside several vectorised calls of torch.autograd, one in another. Use "
             "torch.func.jacrev and torch.func.jacfwd, which nest."
         )
-
     results = torch.vmap(lambda *xs: fn(*at_places(args, places, xs)), randomness="different")(*stacks)
     # torch needs tangents whose batch dimension is the first in memory.
     if isinstance(results, torch.Tensor):

@@ -187,10 +187,7 @@ def cells(batch: Tree) -> tuple[list[Any], Any]:
 
 
 def cut(batch: Tree, parts: int, part: int) -> Tree:
-    """An opened batch whose tensors are cut already, with its records cut too, as torch.tensor_split cuts tensors.
-
-    So unequal parts of records and tensors match.
-    """
+    """An opened batch whose tensors are cut already, with its records cut to match, as torch.tensor_split does."""
     found, spec = cells(batch)
 
     def of(items: Sequence[Any]) -> Sequence[Any]:

@@ -34,9 +34,8 @@ def _add_extremum(name: str, stacked: Callable[[torch.Tensor], torch.Tensor], si
     """Add the rule of pmax (`sign` 1) or pmin (`sign` -1)."""
 
     def coded(x: torch.Tensor) -> torch.Tensor:
-        """Floats as integers of the same order, in which every NaN comes after (for pmin: before) all numbers.
-
-        gloo and NCCL keep or drop a NaN depending on the order in which they read; extrema of integers are unique.
+        """Floats as integers of the same order, in which every NaN comes after (for pmin: before) all numbers: gloo and
+        NCCL keep or drop a NaN depending on the order in which they read, and extrema of integers are unique.
         """
         if not x.is_floating_point():
             return x
@@ -236,7 +235,6 @@ def reduce(value: Tree, op: str | None = "mean", axis: Any = None, keep_dtype: b
         raise CollectiveError(
             f"reduce: op must be one of {', '.join(sorted(OPS))} in any case, or None, got {brief(op)}."
         )
-
     leaves, spec = tree.flatten(value)
     tree.check_open(leaves, value, "reduce", "reduced")
     known = {*SUMMED, *(_UNSIGNED if name in _BITWISE else ())}
@@ -333,9 +331,8 @@ def weighted_mean(value: Tree, weight: torch.Tensor | float, axis: Any = None) -
         tree.check_leaves(leaves, value, "weighted_mean: its value")
         check_dense("weighted_mean", leaves, value)
         # Dtypes without sums do have means, which are computed in a floating dtype.
-        check_sums(
-            "weighted_mean", [x if x.dtype not in _UNSIGNED else torch.empty(0, device="cpu") for x in leaves], value
-        )
+        summed = [x if x.dtype not in _UNSIGNED else torch.empty(0, device="cpu") for x in leaves]
+        check_sums("weighted_mean", summed, value)
         tree.check_values(leaves, value, "weighted_mean")
     dtypes = [wide(_mean_dtype(x.dtype)) for x in leaves]
     w = _as_tensor(weight, leaves, dtypes)

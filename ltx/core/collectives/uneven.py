@@ -80,8 +80,7 @@ def gather_all_tensors(tensor: torch.Tensor, axis: Any = None) -> list[torch.Ten
     agreed = comm.Agreement(signature, signature.fingerprint, None)
     moved = movable("all_gather", tensor)  # as bytes, if torch can't pad its dtype
     width = 1 if moved is tensor else tensor.itemsize
-    lengths = [shape.numel() * width for shape in shapes]
-    (rows,) = gathered([moved.reshape(-1)], [0], [lengths], found, agreed)
+    (rows,) = gathered([moved.reshape(-1)], [0], [[shape.numel() * width for shape in shapes]], found, agreed)
     # Clone, so that elements are aligned.
     parts = rows if moved is tensor else [row.clone().view(tensor.dtype) for row in rows]
     return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -125,8 +124,7 @@ def _all_gather_inferred(value: Tree, axis: Any, dim: int) -> Tree:
     if leaves:
         told_lengths = found.ranks.tell(f"{_INFERRED}: lengths", [x.shape[dim] for x in leaves], signature, key)
     ats, moved = [dim % x.ndim for x in leaves], [movable("all_gather", x) for x in leaves]
-    lengths = list(zip(*told_lengths, strict=True))
-    rows = gathered(moved, ats, lengths, found, agreed)
+    rows = gathered(moved, ats, list(zip(*told_lengths, strict=True)), found, agreed)
     whole = [torch.cat(parts, at) for parts, at in zip(rows, ats, strict=True)]
     pairs = zip(leaves, moved, whole, strict=True)
     return tree.unflatten(spec, [y if m is x else from_bytes(y, x.dtype) for x, m, y in pairs])
@@ -144,10 +142,7 @@ def gathered(
 
 
 def _equal_splits(x: Any, dim: int, n: int) -> tuple[int, ...]:
-    """The lengths of n parts of `x` along `dim`, as equal as possible, the first ones longer by one.
-
-    Zeros if `x` has no such dimension, which the caller refuses.
-    """
+    """The lengths of n parts of `x` along `dim`, longer ones first; zeros without `dim`, which callers refuse."""
     length = x.shape[dim] if isinstance(x, torch.Tensor) and -x.ndim <= dim < x.ndim else 0
     return tuple(length // n + (place < length % n) for place in range(n))
 
@@ -207,7 +202,6 @@ def all_to_all_uneven(
             f"all_to_all: ranks' splits {table} along dimension {split_dim} give chunks of unequal lengths, which "
             f"can't be concatenated along dimension {concat_dim}. Use concat_dim={split_dim}."
         )
-
     rows = tree.map(lambda x: _rows(x, splits, split_dim, most), value)
     arrived = collective("all_to_all", rows, found, lambda x, n: (0, 0, 1))
     return tree.map(lambda x, ys: _joined(ys, received, split_dim % x.ndim, concat_dim), value, arrived), received
@@ -249,9 +243,8 @@ def padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
 def _misfit(
     what: str, value: Tree, dim: int, splits: tuple[int, ...], axis: Axis, of_part: bool = False
 ) -> AxisError | None:
-    """The error in this rank's splits, or in its tensors for these splits; None if they fit.
-
-    Along `dim` a tensor must be as long as all splits together; with `of_part`, as long as this rank's split.
+    """The error in this rank's splits, or in its tensors, which must be as long along `dim` as all splits together,
+    with `of_part` as this rank's split; None if they fit.
     """
     leaves, here = tree.flatten(value)[0], int(axis.rank)
     tree.check_leaves(leaves, value, f"{what}: its argument")
@@ -278,9 +271,7 @@ def _misfit(
 def _agree(what: str, splits: tuple[Any, ...], axis: Axis, misfit: AxisError | None) -> None:
     """Let ranks compare their splits and whether these fit, which the shapes of padded messages don't show.
 
-    Raises:
-        RankMismatchError: ranks' splits differ, or some ranks' splits don't fit; on every rank.
-        AxisError: the splits of no rank fit, with the same error on all ranks.
+    All ranks raise RankMismatchError if splits differ or some ranks' don't fit, AxisError if no rank's do.
     """
     signature = comm.Signature(what, (), str(misfit).removeprefix(f"{what}: ") if misfit else f"splits {list(splits)}")
     # Misfits are compared at each call: peers with the same misfit before may have none now.
