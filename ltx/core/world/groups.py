@@ -94,7 +94,8 @@ def make_group(
         # A node may resolve its own name to a loopback address, which its peers can't reach.
         outside = [other for other in addresses if other and not is_loopback(other)]
         mine = addresses[world.rank]
-        interface = interface_of(own_address_towards(outside[0], port) if outside and is_loopback(mine) else mine)
+        mine = own_address_towards(outside[0], port) if outside and is_loopback(mine) else mine
+        interface = next((name for name, its in interfaces().items() if its == mine != ""), "")
         if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
             undo.callback(os.environ.pop, "GLOO_SOCKET_IFNAME", None)
@@ -159,21 +160,13 @@ def _open_store(address: str, port: int, holds: bool, timeout: timedelta) -> Sto
             f"the ranks are to meet at {address!r}, a host that isn't known here: {error}. Check MASTER_ADDR, or the "
             "master that ltx.init was given: the name or address of rank 0's machine."
         ) from error
-    listening: dict[str, Any] = {}
+    options: dict[str, Any] = {"is_master": holds, "timeout": timeout, "wait_for_workers": False, "multi_tenant": True}
     if holds and is_loopback(address):
         with suppress(OSError):  # this process holds a store there already, or else torch raises again
             at = LOOPBACK if address == "localhost" else address, port
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            listening["master_listen_fd"] = socket.create_server(at, family=family, backlog=2048).detach()
-    open_it: Callable[[], Store] = partial(
-        dist.TCPStore,  # type: ignore[attr-defined]
-        *(address, port),
-        is_master=holds,
-        timeout=timeout,
-        wait_for_workers=False,
-        multi_tenant=True,
-        **listening,
-    )
+            options["master_listen_fd"] = socket.create_server(at, family=family, backlog=2048).detach()
+    open_it: Callable[[], Store] = partial(dist.TCPStore, address, port, **options)  # type: ignore[attr-defined]
     return open_it() if holds else _connected(open_it, address, port, timeout.total_seconds())
 
 
@@ -204,7 +197,6 @@ def _connected(connect: Callable[[], Store], address: str, port: int, timeout_s:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether `address` is a loopback address."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -224,11 +216,6 @@ def own_address_towards(host: str, port: int) -> str:
             probe.connect(address)  # which sends nothing
             return str(probe.getsockname()[0])
     return ""
-
-
-def interface_of(address: str) -> str:
-    """The name of the network interface with the IPv4 `address`; "" if none is found."""
-    return next((name for name, its in interfaces().items() if its == address != ""), "")
 
 
 def interfaces() -> dict[str, str]:

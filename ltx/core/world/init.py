@@ -170,8 +170,7 @@ def init(
 def renew(count: int) -> None:
     """Make a new world with the same settings, in place of one in which an exception was raised.
 
-    `count`: the new world's number, greater than those before, and equal on all ranks, which may have had different
-    numbers of worlds.
+    `count`: its number, the same on all ranks, which may have had different numbers of worlds, and above all of those.
     """
     settings = settings_of_world()
     settings.pop("placement", None)  # as the environment says
@@ -227,9 +226,8 @@ def to_device(tree: Tree) -> Tree:
         return comm.to_device(leaf, device)
 
     leaves, spec = trees.flatten(tree)
-    trees.check_open(
-        [None if hasattr(leaf, "to") else leaf for leaf in leaves], tree, "to_device", "moved", tensors_only=True
-    )
+    others = [None if hasattr(leaf, "to") else leaf for leaf in leaves]
+    trees.check_open(others, tree, "to_device", "moved", tensors_only=True)
     return trees.unflatten(spec, [moved(leaf) for leaf in leaves])
 
 
@@ -290,9 +288,8 @@ def _start(asked: Mapping[str, Any]) -> Session:
 
 
 def _close_others(axes: tuple[Axis, ...], held: list[Any]) -> None:
-    """Add to `held` the objects that hold open axes' process groups, and close the axes that aren't in `axes`.
-
-    The latter were opened by collectives on a process group or DeviceMesh.
+    """Add to `held` the objects that hold open axes' process groups, and close the axes that aren't in `axes`, which
+    collectives on a process group or DeviceMesh have opened.
     """
     everything = comm.open_axes()
     held.extend(comm.holders_of_groups(everything))

@@ -45,12 +45,9 @@ def placement_from_env(environ: Mapping[str, str]) -> Placement:
 
 
 def check_alone(environ: Mapping[str, str]) -> None:
-    """Raise :class:`WorldError` if `environ` says that this process, which has no world, is one of several.
-
-    MASTER_ADDR isn't checked: a program without :func:`ltx.init` may not have set it.
-    """
+    """Raise :class:`WorldError` if `environ` says that this process, which has no world, is one of several."""
     launcher, found = launcher_of(environ), Placement("none")
-    with suppress(WorldError):
+    with suppress(WorldError):  # a program without ltx.init may not have set the address
         found = placement_from_env({"MASTER_ADDR": "?", "MASTER_PORT": "1", **environ})
     if launcher is not None and found.size > 1:
         marks = ", ".join(f"{name}={environ[name]}" for name in launcher.marks if name in environ)
@@ -88,10 +85,7 @@ def launcher_of(environ: Mapping[str, str]) -> Launcher | None:
 def placement_from_arguments(
     rank: int | None, size: int | None, master: str | None, local_rank: int | None, local_size: int | None
 ) -> Placement | None:
-    """The placement that the arguments of :func:`ltx.init` describe; None if no argument was given.
-
-    Without local_size, all ranks are on one node.
-    """
+    """The placement by the arguments of :func:`ltx.init`, on one node without local_size; None if none is given."""
     given = {"rank": rank, "size": size, "master": master, "local_rank": local_rank, "local_size": local_size}
     given = {name: value for name, value in given.items() if value is not None}
     if not given:
@@ -135,14 +129,11 @@ def _host_and_port(text: str | None) -> tuple[str, int] | None:
     """Host and port of ``"host:port"``, None for another text; an IPv6 address stands in brackets."""
     host, _, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    valid = host and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536
-    return (host, int(port)) if valid else None
+    return (host, int(port)) if host and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536 else None
 
 
 def _torchrun_placement(variables: Variables) -> Placement:
-    """The variables of torchrun. torchrun's variables; those of the node may be missing if set by hand: then all ranks
-    are on one node.
-    """
+    """torchrun's variables; those of the node may be missing if set by hand: then all ranks are on one node."""
     size = variables.number("WORLD_SIZE", 1, None, "the number of processes")
     rank = variables.number("RANK", 0, size - 1, f"below WORLD_SIZE={size}")
     local_size = variables.number("LOCAL_WORLD_SIZE", 1, size, f"at most WORLD_SIZE={size}", size)

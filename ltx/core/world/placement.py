@@ -86,10 +86,10 @@ class Variables:
             "Launchers set it; unset it and the launcher's other variables to run as a world of one."
         )
 
-    def check_agrees(self, name: str, value: int, because: str) -> None:
-        """Raise unless variable `name` is absent, or is `value`."""
-        if name in self.environ:
-            self.number(name, value, value, because)
+    def check_world_size(self, value: int, because: str) -> None:
+        """Raise unless WORLD_SIZE is absent, or is `value`."""
+        if "WORLD_SIZE" in self.environ:
+            self.number("WORLD_SIZE", value, value, because)
 
     def master_port(self, default: int | None = None) -> int:
         return self.number("MASTER_PORT", 1, 65535, "a port at MASTER_ADDR where the ranks meet", default)
@@ -153,17 +153,14 @@ def slurm_placement(variables: Variables) -> Placement:
             "this variable as it was. To run as the ranks of a world: env -u SLURM_PTY_PORT srun ... To run this "
             "process alone: ltx.init(rank=0, size=1)."
         )
-    below = f"below {sizes}={size}"
-    rank = variables.number("SLURM_PROCID", 0, size - 1, below)
+    rank = variables.number("SLURM_PROCID", 0, size - 1, f"below {sizes}={size}")
     nodes = variables.first("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
     num_nodes = variables.number(nodes, 1, size, f"at most {sizes}={size}")
     node_rank = variables.number("SLURM_NODEID", 0, num_nodes - 1, f"below {nodes}={num_nodes}")
     local_size = _local_size(variables, size, num_nodes, node_rank, f"{sizes}={size}", f"{nodes}={num_nodes}")
-    at_most = min(local_size - 1, rank)
-    local_rank = variables.number(
-        "SLURM_LOCALID", 0, at_most, f"below the node's {local_size} tasks and at most SLURM_PROCID={rank}"
-    )
-    variables.check_agrees("WORLD_SIZE", size, f"as {sizes}={size}; unset WORLD_SIZE, or start as many tasks")
+    below_both = f"below the node's {local_size} tasks and at most SLURM_PROCID={rank}"
+    local_rank = variables.number("SLURM_LOCALID", 0, min(local_size - 1, rank), below_both)
+    variables.check_world_size(size, f"as {sizes}={size}; unset WORLD_SIZE, or start as many tasks")
     master = None
     if size > 1:
         address, jobs = _slurm_address(variables), variables.first("SLURM_JOB_ID", "SLURM_JOBID")
@@ -241,15 +238,12 @@ def mpi_placement(
     mine = variables.number(local_sizes, 1, world_size, of_node, 1 if alone else None)
     below = f"below {local_sizes}={mine} and at most {rank}={my_rank}"
     local = variables.number(local_ranks, 0, min(mine - 1, my_rank), below, 0 if alone else None)
-    variables.check_agrees(
-        "WORLD_SIZE", world_size, f"as {size}={world_size}; unset WORLD_SIZE, or start as many processes"
-    )
+    variables.check_world_size(world_size, f"as {size}={world_size}; unset WORLD_SIZE, or start as many processes")
     found = node_of(my_rank, world_size, local, mine)
     if "GROUP_RANK" in environ or "GROUP_WORLD_SIZE" in environ:
         others = world_size - mine
-        num_nodes = variables.number(
-            "GROUP_WORLD_SIZE", 1, others + 1, f"the number of nodes for {others} other processes"
-        )
+        for_others = f"the number of nodes for {others} other processes"
+        num_nodes = variables.number("GROUP_WORLD_SIZE", 1, others + 1, for_others)
         found = variables.number("GROUP_RANK", 0, num_nodes - 1, f"below GROUP_WORLD_SIZE={num_nodes}"), num_nodes
     if found is None:
         raise WorldError(

@@ -230,9 +230,8 @@ def go_on() -> None:
 
 
 def calls() -> int:
-    """The number of calls in which this process has taken part in its world, of ltx or on groups of torch.distributed.
-
-    A new number each time where a backend doesn't count.
+    """The number of calls in which this process has taken part in its world, of ltx or on groups of torch.distributed;
+    a new number each time where a backend doesn't count.
     """
     groups: list[Any] = list(c10d._world.pg_map) if dist.is_initialized() else []
     backends = [group._get_backend(device) for group in groups for device in group._device_types]
