@@ -67,12 +67,9 @@ def checked(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         inner = inspect.unwrap(fn)
         called = inner.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
-        @functools.cache
+        @functools.cache  # at the first call, since annotations may name what is defined later
         def tests() -> tuple[list[str], set[str], dict[str, tuple[Test, Any]], str]:
-            """The arguments by position, those of JAX's names, what `names` must be, and how a call is written.
-
-            Annotations may name what is defined later.
-            """
+            """The arguments by position, those of JAX's names, what `names` must be, and how a call is written."""
             parameters = inspect.signature(inner).parameters
             places = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
             annotations = {name: parameters[name].annotation for name in names}

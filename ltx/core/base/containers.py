@@ -72,9 +72,8 @@ def _opened(cls: type, of_torch: bool) -> bool:
 
 @at_trace_time
 def open_in_graph(cls: type) -> None:
-    """Open `cls`, found as a leaf by Dynamo, if it is one that is opened: Dynamo begins its trace again then.
-
-    It reads optree's registry once a trace, and doesn't see what is registered later in it.
+    """Open `cls`, found as a leaf by Dynamo, if it is one that is opened: Dynamo, which reads optree's registry once a
+    trace, begins its trace again then.
     """
     if opened(cls):
         from torch._dynamo.exc import UnspecializeRestartAnalysis  # it takes 1.5 s, and is here if Dynamo traces

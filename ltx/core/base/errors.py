@@ -219,10 +219,7 @@ class CallInterruptedError(_OfACall, KeyboardInterrupt):
 def no_mean(
     what: str = "Weighted: the weights of all ranks add up to 0", state: str = "", odd: bool = False
 ) -> WeightError:
-    """The error where weights leave nothing to take a mean of. `state`: what has become of that of a training.
-
-    `odd`: a weight is no count at all.
-    """
+    """The error where weights leave no mean; `odd`: one is no count. `state`: what has become of a training's state."""
     if odd:
         return WeightError(
             f"Weighted: the weight of this rank or of another is negative, infinite or NaN. {state}Weights count "

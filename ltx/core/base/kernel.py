@@ -24,10 +24,7 @@ def identity() -> list[str]:
 
 
 def state(process: list[str]) -> str:
-    """What has become of the process with this :func:`identity`, in words.
-
-    "" if it runs; :data:`UNKNOWN` if the kernel doesn't know, as of a process on another machine.
-    """
+    """What has become of the process with this :func:`identity`: "" if it runs, :data:`UNKNOWN` on another machine."""
     *where, pid, since = process or ["", ""]
     if where != machine():
         return UNKNOWN

@@ -99,8 +99,7 @@ def whole(fn: F) -> F:
     """Decorate a function that Dynamo must trace as a whole or not at all.
 
     A graph break inside `fn` raises an error, since the untraced rest would run as if it were still being traced. If
-    Dynamo isn't tracing `fn` itself (it gives up after an exception), it doesn't trace the functions that `fn` calls
-    either.
+    Dynamo isn't tracing `fn` itself (it gives up after an exception), it doesn't trace what `fn` calls either.
     """
 
     @wraps(fn)
@@ -146,8 +145,7 @@ def _by_address(fn: Any) -> Any:
 def trace_dicts() -> None:
     """Let Dynamo trace how optree flattens a dict that holds no tensors, such as an empty one.
 
-    By default Dynamo runs optree's functions as constants, and can't put their result, which holds the keys, into a
-    graph.
+    By default Dynamo runs optree's functions as constants, and can't put the keys in their result into a graph.
     """
     for fn in private.optree_of_dicts():
         fn.__torch_dynamo_can_constant_fold_through__ = False

@@ -232,10 +232,9 @@ def check_leaves(leaves: Sequence[Any], tree: Tree, what: str) -> None:
         hint = " A generator is used up by its first reader: pass a dict, list or tuple of tensors."
         hint += " Of a module: dict(module.named_parameters())."
     elif type(leaf).__module__ == "numpy" and hasattr(leaf, "dtype"):
-        known = leaf.dtype.kind in "biufc"
-        hint = (
-            " Pass torch.as_tensor(array)." if known else f" Its dtype is {leaf.dtype}, and torch has no such tensors."
-        )
+        hint = f" Its dtype is {leaf.dtype}, and torch has no such tensors."
+        if leaf.dtype.kind in "biufc":
+            hint = " Pass torch.as_tensor(array)."
     raise TreeError(f"{what} must be a tree of tensors, but leaf {path!r} is of type {type(leaf).__name__}.{hint}")
 
 

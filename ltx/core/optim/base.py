@@ -146,15 +146,12 @@ def unless(optimizer: Optimizer, skip: Tensor, params: Sequence[Tensor]) -> Opti
 
 @dataclass(frozen=True)
 class Prepared:
-    """An optimizer's update in place of some very trees, whose tensors were looked at once and are still in them.
-
-    `runs`: for each group of leaves, what updates them by their gradients, or returns False and does nothing.
-    """
+    """An optimizer's update in place of some very trees, whose tensors were looked at once and are still in them."""
 
     optimizer: Optimizer
     params: Tree
     per_param: Tree
-    runs: list[Callable[[Tensors, TorchState], bool]]
+    runs: list[Callable[[Tensors, TorchState], bool]]  # each updates a group of leaves, or does nothing and gives False
 
     @staticmethod
     def of(optimizer: Optimizer, params: Tree, state: Tree, groups: Sequence[Sequence[int]] = ()) -> Prepared | None:
@@ -418,9 +415,7 @@ register_node(
 
 
 def all_of(state: Tree, *kinds: type) -> list[Any]:
-    """The outermost nodes of some classes in an optimizer's state. Skips the inside of a TorchState, as that may be
-    large.
-    """
+    """The outermost nodes of some classes in an optimizer's state, none inside of a TorchState, which may be large."""
     if type(state) is TorchState:
         return [state] if TorchState in kinds else []
     try:

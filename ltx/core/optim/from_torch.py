@@ -222,9 +222,7 @@ class TorchOptimizer(ClassOptimizer):
         return states
 
     def _traced(self, lr: Rate | None, count: int) -> Tensor | None:
-        """The learning rate if it is differentiated or batched, else None. Most of torch's classes convert the rate to
-        a number, which would cut the derivative.
-        """
+        """The learning rate if it is differentiated or batched, which most classes would cut to a number; else None."""
         if not isinstance(lr, Tensor) or traced.recording():
             return None
         if not (any_derivative([lr]) or private.is_wrapped(lr)):
@@ -284,7 +282,5 @@ def apply_in_graph(key: str, names: tuple[tuple[str, ...], ...], *tensors: Tenso
         # Neither path reads a number off a tensor.
         run = partial(optimizer.kernel.run, list(tensors[:count]), news, params, fused=False)
         run(traced=True) if traced_in_lists else run(differentiable=True)
-    return (
-        *params,
-        *(new[name].to(x.dtype) for state, new in zip(states, news, strict=True) for name, x in state.items()),
-    )
+    after = (new[name].to(x.dtype) for state, new in zip(states, news, strict=True) for name, x in state.items())
+    return *params, *after

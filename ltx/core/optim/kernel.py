@@ -131,10 +131,7 @@ class Kernel:
                 state["step"].add_(1)
 
     def gathered(self, states: LeafStates, params: Tensors) -> Gathered | None:
-        """What torch's fused kernel takes for these leaves, all of which are contiguous and have such a kernel.
-
-        None if it takes more than one call, or another class.
-        """
+        """What torch's fused kernel takes for these contiguous leaves, which have one; None if one call won't do."""
         row = _FUSED.get(type(self.shell).__base__)
         if row is None or self.dampened or len({*map(attrgetter("dtype", "device"), params)}) != 1:
             return None
@@ -142,8 +139,7 @@ class Kernel:
         shapes = [*map(attrgetter("shape"), params)]
         for key, held in zip(row.keys, lists, strict=True):
             # a fused kernel would read and write behind the end of a smaller one
-            if held and key != "step" and [*map(attrgetter("shape"), held)] != shapes:
-                found = [*map(attrgetter("shape"), held)]
+            if held and key != "step" and (found := [*map(attrgetter("shape"), held)]) != shapes:
                 place = next(i for i, shape in enumerate(shapes) if found[i] != shape)
                 raise OptimError(
                     f"{type(self.shell).__name__}: {key} of parameter {place} has shape {list(found[place])} in the "
@@ -253,9 +249,8 @@ def side_by_side(states: LeafStates) -> LeafStates:
 
 
 def build(cls: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any]) -> Kernel:
-    """Make the kernel of `cls`. Raises OptimError for hyperparameters that torch refuses.
-
-    Raises NotGatheredError for a third-party class that doesn't make its state in ``_init_group``.
+    """Make the kernel of `cls`. Raises OptimError for hyperparameters that torch refuses, NotGatheredError for a
+    third-party class that doesn't make its state in ``_init_group``.
     """
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:  # torch's own method imports Dynamo
@@ -297,8 +292,7 @@ def fusable(cls: type[torch.optim.Optimizer], params: Sequence[Tensor]) -> list[
 
 def run_aligned(run: Callable[..., None], grads: Tensors, states: LeafStates, params: Tensors) -> None:
     """``run(grads, states, params)``, in place, for a `run` that assumes the same strides for all tensors of a leaf."""
-    in_states = chain.from_iterable(map(dict.values, states))
-    if all(map(Tensor.is_contiguous, chain(grads, params, in_states))):
+    if all(map(Tensor.is_contiguous, chain(grads, params, chain.from_iterable(map(dict.values, states))))):
         run(grads, states, params)
         return
     leaves = [_aligned(*leaf) for leaf in zip(grads, states, params, strict=True)]
@@ -336,8 +330,7 @@ def run_pure(rule: Rule, grads: Tensors, states: LeafStates, params: Tensors) ->
     and ``jvp``, torch's differentiable single-tensor path runs on copies.
     """
     flat = [*grads, *params, *chain.from_iterable(state.values() for state in states)]
-    wrapped = [t for t in flat if private.is_wrapped(t)]
-    outermost = max(wrapped, key=private.level_of, default=None)
+    outermost = max(filter(private.is_wrapped, flat), key=private.level_of, default=None)
     if outermost is not None and private.is_batched(outermost):
         keys = [tuple(state) for state in states]
         return _unflatten(_PerExample.apply(rule, keys, *flat), keys)  # type: ignore[no-untyped-call]

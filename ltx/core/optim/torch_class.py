@@ -328,9 +328,8 @@ class OpaqueOptimizer(ClassOptimizer):
     def _restored(self, params: list[Tensor], state: TorchState, spec: Any, donate: bool) -> Any:
         """An instance that has `state`."""
         instance, shared = self._instance(params, state.count, state.hyper), state.per_param["group"]
-        for param, own in zip(
-            params, leaves_like(spec, state.per_param["params"], "the optimizer's state"), strict=True
-        ):
+        kept = leaves_like(spec, state.per_param["params"], "the optimizer's state")
+        for param, own in zip(params, kept, strict=True):
             if own.get(_BEGUN):
                 instance.state[param] = _put(own, donate)
         if shared.get(_BEGUN):
@@ -408,9 +407,8 @@ class OpaqueOptimizer(ClassOptimizer):
         if value is None:
             return f"{_NONE}{key}", torch.zeros(0, device="cpu")
         if isinstance(value, bool | int | float):
-            return f"{_NUMBER}{key}", torch.tensor(
-                value, dtype=torch.float64 if isinstance(value, float) else None, device="cpu"
-            )
+            dtype = torch.float64 if isinstance(value, float) else None
+            return f"{_NUMBER}{key}", torch.tensor(value, dtype=dtype, device="cpu")
         raise OptimError(
             f"{self} keeps {brief(value)} in its state as {key!r}, which the caller can't hold as a tensor. Write it "
             "as a pair of functions: ltx.optim.from_functions."
