@@ -183,8 +183,7 @@ def verify(directory: Path, manifest: Mapping[str, Any], names: Iterable[str]) -
     for name in names:
         expected, file = manifest["files"][name], directory / name
         try:
-            size = file.stat().st_size
-            if size != expected["bytes"]:
+            if (size := file.stat().st_size) != expected["bytes"]:
                 problems.append(f"{file}: expected {expected['bytes']} bytes, found {size}")
             elif (found := sha256(file)) != expected["sha256"]:
                 problems.append(f"{file}: expected SHA-256 {expected['sha256']}, found {found}")

@@ -303,9 +303,8 @@ _OWN_KEY = os.urandom(16).hex()
 
 
 def starter(method: str, size: int, threads: int, inherited: Inherited | None = None) -> Starter:
-    """A function that starts one worker of a world of `size` on this machine by `method`.
-
-    Forks get `inherited` without pickling. Raises WorkerError for a `method` that this process can't use now.
+    """A function that starts one worker of a world of `size` on this machine by `method`, or raises WorkerError if this
+    process can't use that now. Forks get `inherited` without pickling.
     """
     if method not in get_args(StartMethod):
         raise WorkerError(f"start_method must be one of {', '.join(map(repr, get_args(StartMethod)))}, got {method!r}.")

@@ -150,12 +150,9 @@ def all_gather(
     if splits is not None and not is_even(splits, axis):
         gathered = all_gather_uneven(scaled, axis, dim, splits)
         return gathered if sync_grads else tree.map(torch.Tensor.detach, gathered)
+    then = as_it_is if sync_grads else torch.Tensor.detach
     return collective(
-        "all_gather",
-        scaled,
-        axis,
-        lambda x, n: _place_of("all_gather", x, dim, tiled, new_dim=not tiled),
-        as_it_is if sync_grads else torch.Tensor.detach,
+        "all_gather", scaled, axis, lambda x, n: _place_of("all_gather", x, dim, tiled, new_dim=not tiled), then
     )
 
 

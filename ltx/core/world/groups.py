@@ -249,10 +249,7 @@ def check_mesh(mesh: Mesh, world: World) -> None:
 def open_axes(
     mesh: Mesh, world: World, timeout: timedelta, heartbeat: timedelta, undo: ExitStack
 ) -> tuple[tuple[Axis, ...], Axis | None]:
-    """One axis for each entry of `mesh`, over the ranks that differ from this rank only in that coordinate.
-
-    The second value is the axis of all ranks, if `mesh` has several entries.
-    """
+    """For each entry of `mesh`, the axis of the ranks that differ in it alone; and, of several, one of all ranks."""
     axes = []
     ranks = torch.arange(world.size, device="cpu").reshape([size for _, size in mesh])
     for dim, (name, size) in enumerate(mesh):
