@@ -349,9 +349,7 @@ def is_whole(x: Any) -> TypeGuard[int]:
 
 def is_number(x: Any) -> bool:
     """Whether it is a real number, and no bool."""
-    if isinstance(x, torch.SymInt | torch.SymFloat):
-        return True
-    return isinstance(x, numbers.Real) and not isinstance(x, bool)
+    return isinstance(x, numbers.Real | torch.SymInt | torch.SymFloat) and not isinstance(x, bool)
 
 
 _TESTS: dict[Any, Test | None] = {

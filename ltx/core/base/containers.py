@@ -111,9 +111,8 @@ def sorted_keys(mapping: Mapping[Any, Any]) -> list[Any]:
 
 
 def _dataclass_parts(node: Any) -> tuple[list[Any], Any, tuple[str, ...]]:
-    """All attributes, fields first, are children; `__init__` isn't called when a new one is made of others.
-
-    But what a cached property keeps: whether it was read differs between ranks, and the new one computes its own.
+    """All attributes, fields first, are children, but not what a cached property keeps: whether it was read differs
+    between ranks, and a new node, which is made of others without its `__init__`, computes its own.
     """
     names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
     others = [name for name in _attributes(node) if name not in names]

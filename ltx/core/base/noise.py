@@ -34,8 +34,7 @@ def key_of(*parts: int | torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def bits(key: torch.Tensor, count: int) -> torch.Tensor:
     """`count` random integers below 2^32, of shape ``(count,)`` and dtype int64."""
-    counter = torch.arange(count, device=key.device)
-    mixed: torch.Tensor = _mixed(_mixed((counter + key) & _MASK) ^ key)
+    mixed: torch.Tensor = _mixed(_mixed((torch.arange(count, device=key.device) + key) & _MASK) ^ key)
     return mixed
 
 

@@ -123,14 +123,12 @@ def _is_default(f: Field[Any], value: Any) -> bool:
 
 def _tensor(x: torch.Tensor, most: int) -> str:
     plain = type(x) in (torch.Tensor, torch.nn.Parameter)
-    wrapped = is_wrapped(x) or recording()
-    if x.numel() <= most and x.device.type == "cpu" and plain and not wrapped:
+    if x.numel() <= most and x.device.type == "cpu" and plain and not (is_wrapped(x) or recording()):
         return repr(x.detach())
     name = str(x.dtype).removeprefix("torch.")
     for long, short in (("complex", "c"), ("float", "f"), ("uint", "u"), ("int", "i")):
         name = name.replace(long, short)
-    kind = "" if plain else f"({type(x).__name__})"
-    return f"{name}[{','.join(map(str, x.shape))}]{kind}"
+    return f"{name}[{','.join(map(str, x.shape))}]" + ("" if plain else f"({type(x).__name__})")
 
 
 class Table(NamedTuple):

@@ -120,9 +120,8 @@ _CONSTANTS = (bool, int, float, str, tuple, type, torch.dtype, torch.device)
 
 
 def _by_address(fn: Any) -> Any:
-    """`fn` for torch before 2.12, whose Dynamo passes only constants to a function that runs at trace time.
-
-    Other objects are passed as addresses; Dynamo guards the graph on each object's ``id``.
+    """`fn` for torch before 2.12, whose Dynamo passes only constants to a function that runs at trace time: others are
+    passed as addresses, and Dynamo guards the graph on each object's ``id``.
     """
 
     def at_addresses(places: tuple[int, ...], *values: Any) -> Any:
@@ -143,9 +142,8 @@ def _by_address(fn: Any) -> Any:
 
 @at_trace_time
 def trace_dicts() -> None:
-    """Let Dynamo trace how optree flattens a dict that holds no tensors, such as an empty one.
-
-    By default Dynamo runs optree's functions as constants, and can't put the keys in their result into a graph.
+    """Let Dynamo trace how optree flattens a dict that holds no tensors, such as an empty one: by default it runs
+    optree's functions as constants, and can't put the keys in their result into a graph.
     """
     for fn in private.optree_of_dicts():
         fn.__torch_dynamo_can_constant_fold_through__ = False

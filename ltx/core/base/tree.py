@@ -283,8 +283,7 @@ def check_dense(leaves: Sequence[Any], tree: Tree, what: str, hint: str = "Use x
     """Raise for sparse, quantized or nested tensors."""
     check_leaves(leaves, tree, what)
     odd = (i for i, x in enumerate(leaves) if x.layout is not torch.strided or x.is_quantized or x.is_nested)
-    found = _first(leaves, tree, odd)
-    if found is None:
+    if (found := _first(leaves, tree, odd)) is None:
         return
     path, x = found
     if x.layout in (torch.strided, torch.jagged):
