@@ -39,7 +39,7 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
     """``torch.func.grad_and_value`` with a keyword argument for the communication state.
 
     Args:
-        step: a step, data parallel or not, that returns a 0-dim tensor (or ``(0-dim tensor, aux)``).
+        step: a step, data parallel or not, that returns a 0-dim floating tensor (or ``(0-dim tensor, aux)``).
         argnums: the arguments to differentiate with respect to.
         has_aux: the step returns ``(loss, aux)``.
 
@@ -48,7 +48,7 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
         with one ``((grads, next state), value)``; `value` is ``(value, aux)`` with `has_aux`.
 
     Raises:
-        StepError: the step didn't return a 0-dim tensor.
+        StepError: the step didn't return a 0-dim floating tensor.
         SyncStateError: the strategy has state, but no state was given, or one that was used before.
 
     Example:
@@ -64,10 +64,10 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
             raise StepError(f"has_aux=True needs a step that returns (loss, aux), got {outcome(output)}.")
         if isinstance(step, DataParallel) and step.returns == "grads":
             raise StepError('this step returns gradients (returns="grads"): call it as it is.')
-        if not isinstance(value, torch.Tensor) or value.ndim != 0:
+        if not isinstance(value, torch.Tensor) or value.ndim != 0 or not value.is_floating_point():
             raise StepError(
-                f"a gradient needs a step that returns a 0-dim tensor, got {outcome(value)}. Take its mean or sum; a "
-                "step that returns (loss, aux) wants has_aux=True."
+                f"a gradient needs a step that returns a 0-dim floating tensor, got {outcome(value)}. Take its mean or "
+                "sum; a step that returns (loss, aux) wants has_aux=True."
             )
         return output
 

@@ -52,7 +52,7 @@ NO_MEAN = (
     f"Weighted: the weights of all ranks add up to 0, so there is no mean. The state is as before the step. {GIVE}"
 )
 FIX = " Take its mean or sum; a step that returns (loss, aux) wants has_aux=True."
-SCALAR = "a gradient needs a step that returns a 0-dim tensor, got {}." + FIX
+SCALAR = "a gradient needs a step that returns a 0-dim floating tensor, got {}." + FIX
 LOSS = (
     "train_step: the loss must be a 0-dim floating tensor or ltx.Weighted, got {}."
     + FIX
@@ -93,6 +93,18 @@ ERRORS: dict[type[Exception], dict[str, tuple[Callable[[], Any], str]]] = {
         "ltx.grad of a vector": (
             lambda: ltx.grad(ltx.data_parallel(lambda p, x: {"y": p["w"] * x}["y"][:1]))(P, X),
             SCALAR.format("a tensor of shape [1] and torch.float32"),
+        ),
+        "ltx.grad of a count": (
+            lambda: ltx.grad(ltx.data_parallel(lambda p, x: linear(p, x).long()))(P, X),
+            SCALAR.format("a tensor of shape [] and torch.int64"),
+        ),
+        "ltx.grad of a complex number": (
+            lambda: ltx.grad(ltx.data_parallel(lambda p, x: linear(p, x) * 1j))(P, X),
+            SCALAR.format("a tensor of shape [] and torch.complex64"),
+        ),
+        "ltx.grad of gradients": (
+            lambda: ltx.grad(ltx.data_parallel(lambda p, x: p, returns="grads"))(P, X),
+            'this step returns gradients (returns="grads"): call it as it is.',
         ),
         "ltx.grad of a pair": (
             lambda: ltx.grad(ltx.data_parallel(lambda p, x: (linear(p, x), x)))(P, X),
