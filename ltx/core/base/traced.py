@@ -25,6 +25,13 @@ _kept: dict[str, Any] = {}
 TORCH = torch.torch_version.TorchVersion(torch.__version__)
 
 
+class TracedValueError(Exception):
+    """The step closes over a value that a transform of torch.func, or plain autograd, around it differentiates.
+
+    It never leaves ltx: all ranks find it, and run the step in another way.
+    """
+
+
 def recording() -> bool:
     """Whether calls are being recorded now to run later: by Dynamo, ``make_fx`` (``torch.func.linearize``,
     ``torch.export``), or on fake tensors, which have no values.

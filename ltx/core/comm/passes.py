@@ -26,6 +26,7 @@ from ltx.core.base.errors import (
     UnsupportedError,
     said_of,
 )
+from ltx.core.base.traced import TracedValueError
 from ltx.core.comm.backends import unregister
 from ltx.core.comm.peers import OfAxis
 from ltx.core.comm.signature import RAISED
@@ -142,6 +143,8 @@ class Passes:
         self.call, sent = self._calls(), self.sent()
         try:
             yield
+        except TracedValueError:
+            raise
         except BaseException as error:
             self.leave(error, sent, _FORWARD)
             raise

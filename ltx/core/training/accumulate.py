@@ -28,7 +28,7 @@ from ltx.core.gradients.planning import tracked
 from ltx.core.training.outputs import as_loss, loss_in
 from ltx.core.training.train_state import drawn_again, torch_states
 from ltx.core.transforms.checkpoints import checkpoints_allowed
-from ltx.core.transforms.closure_check import TracedValueError, own_leaves, refuse_captured, watch_for_traced_values
+from ltx.core.transforms.closure_check import own_leaves, refuse_captured, watch_for_traced_values
 from ltx.core.transforms.data_parallel import DataParallel
 from ltx.core.transforms.functional_call import Calls, own_grad_and_value
 from ltx.core.transforms.plain_autograd import gradients
@@ -213,7 +213,7 @@ class _Call:
         try:
             with torch.enable_grad(), checkpoints_allowed(), watch_for_traced_values(self.step.fn), calls.recorded():
                 value = total(*leaves)
-        except TracedValueError:
+        except traced.TracedValueError:
             raise UnsupportedError(
                 "accumulate: the step uses a value from a surrounding torch.func transform that isn't one of its "
                 "arguments, which would have no derivative here. Pass it as an argument (a 0-dim tensor goes to every "

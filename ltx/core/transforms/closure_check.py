@@ -24,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ltx.core.base import private, tree
 from ltx.core.base.errors import InputError, StepError, TreeError, UnsupportedError
+from ltx.core.base.traced import TracedValueError
 from ltx.core.comm.signature import Seen
 from ltx.core.gradients.planning import in_step
 from ltx.core.transforms.compare import digest, tensors_by_path, values
@@ -132,10 +133,6 @@ def own_leaves(fn: Any, outputs: Tree, asked: Tree, given: Tree, made: int = 0) 
     return own
 
 
-class TracedValueError(Exception):
-    """The step closes over a value that a transform of torch.func, or plain autograd, around it differentiates."""
-
-
 class _Watch(TorchFunctionMode):
     """Raises :class:`TracedValueError` at the first operation on a tensor of a level above the one that runs.
 
@@ -144,7 +141,8 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self, fn: Any) -> None:
         super().__init__()
-        self._fn, self._begin, self._captured = fn, private.nodes_made(), {*map(id, captured(fn))}
+        self._fn, self._begin = fn, private.nodes_made()
+        self._captured = {id(x): x for x in captured(fn)}  # held, or another tensor might have the id later
 
     def __exit__(self, kind: Any, *rest: Any) -> None:
         super().__exit__(kind, *rest)  # type: ignore[no-untyped-call]

@@ -23,7 +23,7 @@ from ltx.core.gradients.marker import defer
 from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.planning import in_step
 from ltx.core.transforms import plain_autograd
-from ltx.core.transforms.closure_check import TracedValueError, look_at_modules, own_leaves, refuse_captured
+from ltx.core.transforms.closure_check import look_at_modules, own_leaves, refuse_captured
 from ltx.core.transforms.compare import check_in_debug, check_params_once
 from ltx.core.transforms.functional_call import keep, tensors_in_place
 from ltx.core.transforms.marking import mark, mark_in_graph, marks_on_wire, sync_gradients
@@ -68,7 +68,7 @@ class DataParallel(StepSettings):
         if traced.recording():
             return self.run(args, kwargs).value()
         if private.in_transform() and (flat := self._flat_below(args, kwargs)) is not None:
-            with suppress(TracedValueError):
+            with suppress(traced.TracedValueError):
                 return plain_autograd.call_below(self, *flat)
         with comm.span("forward"):
             return self.run(args, kwargs).value()

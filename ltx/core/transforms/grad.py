@@ -19,13 +19,7 @@ from ltx.core.base.errors import StepError
 from ltx.core.collectives.linear import at_places
 from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.planning import requires_grad
-from ltx.core.transforms.closure_check import (
-    TracedValueError,
-    first_hooked,
-    hooked_text,
-    refuse_captured,
-    watch_for_traced_values,
-)
+from ltx.core.transforms.closure_check import first_hooked, hooked_text, refuse_captured, watch_for_traced_values
 from ltx.core.transforms.data_parallel import DataParallel
 from ltx.core.transforms.functional_call import Calls, own_grad_and_value
 from ltx.core.transforms.plain_autograd import by_buckets, gradients
@@ -92,7 +86,7 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
                     axis = comm.resolve(step.axis)
                     if axis.size == 1 and not axis.ranks.levels and sync_state is None:
                         return _alone(step, argnums, flat, args, kwargs, checked_output)
-                except TracedValueError:  # who differentiates that value may do so with the gradients
+                except traced.TracedValueError:  # who differentiates that value may do so with the gradients
                     pass
         given: Sequence[Any] = args
         if sync_state is not None:

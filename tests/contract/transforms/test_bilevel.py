@@ -226,3 +226,53 @@ def test_a_value_in_an_attribute_that_is_differentiated_later(ranks: Ranks) -> N
 
     for by_w, by_a in ranks(2).run(run):
         torch.testing.assert_close((by_w, by_a), (torch.tensor(-4.0), torch.tensor(1.25)))
+
+
+@pytest.mark.parametrize("grad", [torch.func.grad, ltx.grad])
+def test_after_a_collective_of_the_inner_step(grad: Any, ranks: Ranks) -> None:
+    """It has sent something when it comes to what it closes over; ranks together begin it anew."""
+
+    def run() -> tuple[Tensor, Tensor]:
+        x = torch.randn(4, generator=torch.Generator().manual_seed(int(ltx.axis_index())))
+
+        def loss(w: Tensor, x: Tensor, a: Tensor) -> Tensor:
+            return (a * (w - ltx.pmean(x.mean()) - x) ** 2).mean()
+
+        def closing(h: Tensor, x: Tensor) -> Tensor:
+            made = h.exp()
+            inner = ltx.data_parallel(lambda w, x: loss(w, x, made))
+            return (grad(inner)(torch.tensor(0.5), x) * x).sum()
+
+        def given(h: Tensor, x: Tensor) -> Tensor:
+            return (grad(ltx.data_parallel(loss))(torch.tensor(0.5), x, h.exp()) * x).sum()
+
+        h = torch.tensor(0.3)
+        return ltx.grad(ltx.data_parallel(closing))(h, x), ltx.grad(ltx.data_parallel(given))(h, x)
+
+    for by_closure, by_argument in ranks(2).run(run):
+        assert by_closure != 0
+        torch.testing.assert_close(by_closure, by_argument)
+
+
+@pytest.mark.parametrize("grad", [torch.func.grad, ltx.grad])
+def test_an_inner_step_that_is_kept(grad: Any, ranks: Ranks) -> None:
+    """It reads an attribute that each outer step sets anew, where the last one's lies until then."""
+
+    def run() -> list[float]:
+        class Holder:
+            a = torch.ones(3)
+
+        held, x = Holder(), torch.tensor([1.0, 2.0, 3.0]) + ltx.axis_index()
+        inner = ltx.data_parallel(lambda w, x: (held.a * (w - x) ** 2).mean())
+
+        def outer(h: Tensor, x: Tensor) -> Tensor:
+            held.a = h.exp()
+            return (grad(inner)(torch.zeros(3), x) * x).sum()
+
+        step = ltx.data_parallel(outer)
+        grad(inner)(torch.zeros(3), x)
+        return [float(ltx.grad(step)(torch.zeros(3), x).sum()) for _ in range(25)]
+
+    for found in ranks(2).run(run):
+        assert len(set(found)) == 1
+        assert found[0] != 0
