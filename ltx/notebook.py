@@ -129,13 +129,7 @@ class LtxMagics(Magics):
         else:
             _show(dict(zip(ranks, values, strict=True)), size)
 
-    def _given(
-        self,
-        forced: list[str],
-        used: set[str],
-        assigned: set[str],
-        asks: Callable[[list[str]], list[dict[str, str]]] | None,
-    ) -> dict[str, tuple[str, Any]]:
+    def _given(self, forced: list[str], used: set[str], assigned: set[str], asks: Any) -> dict[str, tuple[str, Any]]:
         """What a cell brings along for the names `forced`, and for those `used` that a worker lacks, with digests.
 
         What functions use counts as used too, as they find it in the workers' ``__main__``, but for what the cell has

@@ -65,13 +65,15 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]
 class _PeerPickler(TensorPickler):
     """For peers, which run the same program: a class of its ``__main__`` is their own of that name, if they have one.
 
-    cloudpickle makes another class of it, to which an enum's members and dataclasses wouldn't be equal.
+    cloudpickle makes another class of it, to which an enum's members and dataclasses aren't equal. A class that the
+    peer has from the same process keeps the attributes that the program has set there since.
     """
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type) and obj.__module__ == "__main__" and _of_main(obj.__qualname__) is obj:
             return _of_peer, (obj.__qualname__, _pickled(TensorPickler, obj))
-        return super().reducer_override(obj)
+        made = super().reducer_override(obj)
+        return (*made[:5], partial(_filled, made[5])) if isinstance(obj, type) and isinstance(made, tuple) else made
 
 
 def _of_main(name: str) -> Any:
@@ -80,6 +82,10 @@ def _of_main(name: str) -> Any:
 
 def _of_peer(name: str, pickled: bytes) -> Any:
     return found if isinstance(found := _of_main(name), type) else pickle.loads(pickled)
+
+
+def _filled(fill: Any, cls: type, state: Any) -> Any:
+    return cls if state[0].keys() <= vars(cls).keys() else fill(cls, state)
 
 
 def _pickled(pickler: type[TensorPickler], obj: Any) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import ltx
 from tests.kinds import Ranks
@@ -29,6 +29,27 @@ def test_classes_of_main_are_the_receivers_own(ranks: Ranks) -> None:
             del main.Split, main.Hit
 
     assert all(all(found) for found in ranks(2).run(run))
+
+
+class Meter:
+    seen: ClassVar[list[int]] = []
+    count = 0
+
+
+Meter.__module__ = "__main__"  # as if a notebook had defined it: it comes with the function that uses it
+
+
+def test_a_class_of_the_driver_keeps_what_a_rank_has_set(ranks: Ranks) -> None:
+    """A peer's object came with its class, whose attributes replaced the rank's own."""
+
+    def run() -> tuple[list[int], int, bool]:
+        rank = int(ltx.axis_index())
+        Meter.seen.append(rank)
+        Meter.count = 10 + rank
+        found = ltx.all_gather_object(Meter())
+        return Meter.seen, Meter.count, all(type(x) is Meter for x in found)
+
+    assert list(ranks(2).run(run)) == [([0], 10, True), ([1], 11, True)]
 
 
 def test_a_class_that_one_rank_alone_has(ranks: Ranks) -> None:
