@@ -169,9 +169,9 @@ def watch_for_traced_values(fn: Any) -> AbstractContextManager[Any]:
     Watching costs microseconds per operation. So later runs of `fn` are watched only if there is such a value in its
     closure, globals and defaults, or an attribute of an object there, as of the object of a method.
     """
-    if _known.has(fn, "watched") and not any(map(_is_traced, (x for y in _referred(fn) for x in (y, *_referred(y))))):
-        return nullcontext()
-    return _Watch(fn)
+    first = _referred(fn)
+    near = [x for y in (first, *map(_referred, first)) for x in y if isinstance(x, torch.Tensor)]
+    return nullcontext() if _known.has(fn, "watched") and not any(map(_is_traced, near)) else _Watch(fn)
 
 
 def captured(fn: Any) -> list[torch.Tensor]:
