@@ -73,7 +73,8 @@ class _PeerPickler(TensorPickler):
         if isinstance(obj, type) and obj.__module__ == "__main__" and _of_main(obj.__qualname__) is obj:
             return _of_peer, (obj.__qualname__, _pickled(TensorPickler, obj))
         made = super().reducer_override(obj)
-        return (*made[:5], partial(_filled, made[5])) if isinstance(obj, type) and isinstance(made, tuple) else made
+        by_value = isinstance(obj, type) and isinstance(made, tuple) and len(made) == 6
+        return (*made[:5], partial(_filled, made[5])) if by_value else made
 
 
 def _of_main(name: str) -> Any:
