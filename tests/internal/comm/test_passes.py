@@ -207,11 +207,12 @@ def test_collectives_of_two_threads_at_a_time_end_the_world(on_new_axis: OnNewAx
         ltx.psum(torch.ones(()))  # which ranks needn't compare from now on
         if ltx.axis_index() == 1:
             return []
-        entered, kind = threading.Event(), type(_axis_comm())
+        entered, may_go, kind = threading.Event(), threading.Event(), type(_axis_comm())
         issue = kind._issue
 
         def issued(self: Any, *args: Any) -> Any:
             entered.set()
+            may_go.wait(60.0)
             return issue(self, *args)
 
         with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor() as pool:
@@ -219,6 +220,7 @@ def test_collectives_of_two_threads_at_a_time_end_the_world(on_new_axis: OnNewAx
             first = pool.submit(raised_by, ltx.psum, torch.ones(()))
             entered.wait(60.0)
             second = raised_by(ltx.psum, torch.ones(()))
+            may_go.set()
             return [first.result(), second]
 
     (first, second), _ = on_new_axis(run)
