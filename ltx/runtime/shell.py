@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -36,9 +37,8 @@ _INSTALLS = ("pip", "conda", "mamba", "micromamba", "uv")
 
 @dataclass(frozen=True)
 class Cell:
-    """The cell `source`, as the notebook's IPython has transformed it; tracebacks and errors call it `name`.
-
-    `main`: in the notebook, its globals, whose functions have this worker's here.
+    """The cell `source`, as the notebook's IPython has transformed it; tracebacks and errors call it `name`. There it
+    has `main`, the notebook's globals, whose functions have this worker's here.
     """
 
     source: str
@@ -57,12 +57,13 @@ class Cell:
         """
         shell, has = started(), own_or_brought(given)
         setattr(shell.compile, "get_code_name", lambda *_: self.name)  # noqa: B010
-        for name, (told, value) in given.items():
-            if not told or has.get(name, "none") not in ("", told):
-                if told and name in has and digest(shell.user_ns[name])[0] != shell.arrived[name]:
-                    raise UnsupportedError(_CHANGED.format(name))
-                shell.user_ns[name], shell.brought[name] = value, (told, value)
-                shell.arrived[name] = digest(value)[0]
+        taken = {name for name, (told, _) in given.items() if not told or has.get(name, "none") not in ("", told)}
+        for name in taken & has.keys():  # all of them before any is replaced
+            if given[name][0] and _digest(shell.user_ns[name]) != shell.arrived[name]:
+                raise UnsupportedError(_CHANGED.format(name))
+        for name in taken:
+            shell.user_ns[name], shell.brought[name] = given[name][1], given[name]
+            shell.arrived[name] = _digest(given[name][1])
         shell.source, shell.wants_value, shell.look = self.source, self.wants_value, None
         result = shell.run_cell(self.source, store_history=False)  # type: ignore[no-untyped-call]
         shell.raise_what_was_raised()
@@ -76,6 +77,12 @@ _CHANGED = (
     "{0!r} has changed in the notebook, and on the workers since it came: the cell isn't run, since what cells have "
     "made of it would be lost. To take the notebook's: `%%ltx --in {0}`. To keep the workers': `{0} = {0}` in a cell."
 )
+
+
+def _digest(value: Any) -> str:
+    with suppress(Exception):  # what can't be pickled any more, such as a loader in use, has changed
+        return digest(value)[0]
+    return ""
 
 
 def own_or_brought(names: Iterable[str]) -> dict[str, str]:

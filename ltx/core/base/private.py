@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 from ltx.core.base.errors import UnsupportedError
 
 T = TypeVar("T")
+Tensors = Sequence[torch.Tensor]
 
 _TAKE = "Take a torch that ltx is tested with (2.11 to 2.15), or a newer ltx."
 _gone: list[str] = []
@@ -232,12 +233,7 @@ def runs_of_engine() -> int:
     return sum(frame.f_code is code for frame, _ in walk_stack(None))
 
 
-def run_backward(
-    outputs: Sequence[torch.Tensor],
-    cotangents: Sequence[torch.Tensor] | None,
-    again: bool,
-    leaves: Sequence[torch.Tensor],
-) -> None:
+def run_backward(outputs: Tensors, cotangents: Tensors | None, again: bool, leaves: Tensors) -> None:
     """``torch.autograd.backward``, which looks at each leaf in Python: 4% of the time of a step of ten parameters."""
     if cotangents is not None or torch.overrides.has_torch_function((*outputs, *leaves)):
         torch.autograd.backward(outputs, cotangents, again, inputs=leaves)

@@ -26,10 +26,7 @@ TORCH = torch.torch_version.TorchVersion(torch.__version__)
 
 
 class TracedValueError(Exception):
-    """The step closes over a value that a transform of torch.func, or plain autograd, around it differentiates.
-
-    It never leaves ltx: all ranks find it, and run the step in another way.
-    """
+    """The step closes over a value that is differentiated around it; all ranks find it, and run it in another way."""
 
 
 def recording() -> bool:

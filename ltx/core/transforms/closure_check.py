@@ -93,8 +93,7 @@ def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0, to_given
                 "If it is meant to be frozen, call requires_grad_(False) on it."
             )
     _known.add(fn, ("whole", made))
-    found = [*reached_from(fn), *(x for module in modules_of(fn) for x in module.parameters())]
-    still = [x for x in found if isinstance(x, torch.Tensor) and not x.requires_grad and x.is_floating_point()]
+    still = [x for x, _ in _tensors_of(fn) if not x.requires_grad and x.is_floating_point()]
     with suppress(TypeError):
         _frozen[fn] = WeakTensorKeyDictionary(dict.fromkeys(still))
 
@@ -134,9 +133,8 @@ def own_leaves(fn: Any, outputs: Tree, asked: Tree, given: Tree, made: int = 0) 
 
 
 class _Watch(TorchFunctionMode):
-    """Raises :class:`TracedValueError` at the first operation on a tensor of a level above the one that runs.
-
-    Or on one that plain autograd has recorded before, or is to reach.
+    """Raises :class:`TracedValueError` at the first operation on a tensor of a level above the one that runs, or that
+    plain autograd has recorded before, or is to reach.
     """
 
     def __init__(self, fn: Any) -> None:
@@ -180,13 +178,11 @@ def captured(fn: Any) -> list[torch.Tensor]:
     In another step leaves are among them, which may be the parameters of that, also in the place of a module's own;
     elsewhere :func:`refuse_captured` is for them.
     """
-    placed = [x for module in modules_of(fn) for x in module.parameters() if type(x) is not nn.Parameter]
-    return [x for x in (*reached_from(fn), *placed) if _is_traced(x) and x.requires_grad]
+    found = [x for x, module in _tensors_of(fn) if module is None or type(x) is not nn.Parameter]
+    return [x for x in found if _is_traced(x) and x.requires_grad]
 
 
-def _is_traced(x: Any) -> bool:
-    if not isinstance(x, torch.Tensor):
-        return False
+def _is_traced(x: torch.Tensor) -> bool:
     return private.is_wrapped(x) or (x.requires_grad and (in_step.get() or x.grad_fn is not None))
 
 
@@ -435,6 +431,15 @@ class Members:
                 f"{self.what}: {type(self.module).__name__} has no parameter or buffer {name!r}. Of its "
                 f"{len(self.slots)} the first are {known or 'none'}."
             )
+
+
+def _tensors_of(fn: Any) -> Iterator[tuple[torch.Tensor, nn.Module | None]]:
+    """The tensors that `fn` refers to; and the parameters of modules that it refers to, each with its module."""
+    for value in reached_from(fn):
+        if isinstance(value, torch.Tensor):
+            yield value, None
+        elif isinstance(value, nn.Module):
+            yield from ((x, value) for x in value.parameters())
 
 
 def modules_of(fn: Any) -> list[nn.Module]:

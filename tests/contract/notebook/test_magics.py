@@ -194,6 +194,9 @@ BROUGHT = [
     ("", "value()", "3.0"),  # a function that comes later has the workers' model, and not another one
     ("_ = model.eval()", "model.training", "'model' has changed in the notebook, and on the workers since it came"),
     ("", "model = model\nmodel.weight.item()", "3.0"),
+    ("one, two = [1], [2]", "one.append(3)\n(one, two)", "([1, 3], [2])"),
+    ("one.append(0); two.append(0)", "two, one", "'one' has changed in the notebook, and on the workers since it came"),
+    ("", "two = two\ntwo", "[2]"),  # of a cell that is refused nothing comes
     ("late = 1", "late += 1", "'late' is defined in the notebook, not on the workers. A cell brings the names that it"),
     (
         "import threading\nlock = threading.Lock()",
