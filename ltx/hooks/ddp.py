@@ -264,7 +264,7 @@ class ToTorch:
         return self.__qualname__
 
     def __call__(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        expected = len(self._pass.pending) if self._pass is not None and self._pass.pending.going_on else 0
+        expected = len(self._pass.pending.launched) if self._pass is not None and self._pass.pending.going_on else 0
         if bucket.index() != expected:  # the bucket must be the next of this pass, or the first of a new one
             raise StrategyError(
                 f"{self!r}: expected DDP's bucket {expected}, got bucket {bucket.index()}. Each DDP module needs a "

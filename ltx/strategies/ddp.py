@@ -130,7 +130,7 @@ class DDPStrategy(Strategy):
         return start is not None and period is not None and step >= start and (step - start) % period == 0
 
     def after_update(self, params: Tree, states: States, info: StepInfo) -> tuple[Tree, States]:
-        if not self.communicates_after_update(info.step):
+        if self.model_averaging_period is None or not self.communicates_after_update(info.step):
             return params, states
         from ltx.strategies.local_sgd import mean_over  # imported here, since few programs use it
 

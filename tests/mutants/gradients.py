@@ -6,8 +6,8 @@ MUTANTS = (
     Mutant(
         name="gradients: buckets launched as they come",
         where="Pending.launch",
-        old="while (program := ready.pop(place := len(self._launched), None)) is not None:",
-        new="while ready and (program := ready.pop(next(iter(ready)))) and (place := len(self._launched)) >= 0:",
+        old="while (program := ready.pop(place := len(self.launched), None)) is not None:",
+        new="while ready and (program := ready.pop(next(iter(ready)))) and (place := len(self.launched)) >= 0:",
         breaks="ranks whose gradients come in another order issue their buckets in another order",
         tests=(
             "tests/contract/gradients/test_schedule.py::test_any_order_of_arrival_on_processes",

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from ltx.core.base import private
 from ltx.core.base.errors import (
@@ -121,7 +122,7 @@ class Passes:
         committed: list[bool] = []
         around, self.step, sent, self._thread = self.step, number, self.sent(), threading.get_ident()
         try:
-            yield lambda: committed.append(True)
+            yield partial(committed.append, True)
         except BaseException as error:
             if not committed and not isinstance(error, StepLeftOutError):
                 self.leave(error, sent)

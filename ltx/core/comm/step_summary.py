@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from operator import mul
 from typing import Any, NamedTuple
@@ -133,8 +134,9 @@ class IssuedSummary:
         if channel is not self.channel or not self.numbers:
             return ()
         note, self.numbers = self.numbers, ()
-        sent = lambda: bytes_sent("psum", torch.tensor(note, dtype=torch.float64, device="cpu"), channel.size)  # noqa: E731
-        self._event = ledger.note(channel.name, "psum", "summary", sent, channel.size)
+        if ledger.recordings:
+            sent = partial(bytes_sent, "psum", torch.tensor(note, dtype=torch.float64, device="cpu"), channel.size)
+            self._event = ledger.note(channel.name, "psum", "summary", sent, channel.size)
         return note
 
     def wait(self) -> StepSummary:
@@ -267,8 +269,8 @@ def begin_pass(
     for index, x in () if reads else enumerate((total, weight)):
         if isinstance(x, torch.Tensor):
             sent[index] = x.detach()
-    work, stream = channel.issue("psum", sent, "summary", eager=True), axis_comm.stream_of(device)
-    return IssuedSummary(work, channel, stream, weighted, compare)
+    work = channel.issue("psum", sent, "summary", eager=True)
+    return IssuedSummary(work, channel, None if reads else axis_comm.stream_of(device), weighted, compare)
 
 
 def numbers_of(sums: list[float], digest: int) -> list[float]:

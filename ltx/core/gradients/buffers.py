@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
-from operator import not_
+from operator import methodcaller, not_
 
 import torch
 
@@ -21,6 +21,7 @@ from ltx.core.gradients.reduction import Bucket, LeafState, Terms
 #: The types of devices on which eager tensors are processed piece by piece. Tests empty it, so that the CPU takes the
 #: accelerators' path.
 IN_PIECES = frozenset({"cpu"})
+_FLAT = methodcaller("reshape", -1)
 
 
 def pack(
@@ -51,8 +52,8 @@ def pack(
         part = flat[..., start:stop]
         start = stop
         if end - first > 1 and not batch and wire_dtype == bucket.dtype and not any(states[first:end]):
-            alike = [g.reshape(-1) for g in grads[first:end]] if bucket.folded else list(grads[first:end])
-            torch.cat(alike, out=part).mul_(scale)
+            alike = map(_FLAT, grads[first:end]) if bucket.folded else grads[first:end]
+            torch.cat([*alike], out=part).mul_(scale)
         else:
             sizes = bucket.sizes[first:end]
             for grad, own, state in zip(grads[first:end], part.split(sizes, -1), states[first:end], strict=True):

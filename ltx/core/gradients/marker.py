@@ -28,7 +28,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import islice
+from itertools import chain, islice
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -455,6 +456,9 @@ def reduce_gradients(
     return [reduced[m] for m in range(len(grads))], [advanced[m] for m in range(len(grads))]
 
 
+_GRAD = attrgetter("grad")
+
+
 class Leaves:
     """Leaves for the parameters of a schedule's plan, whose hooks start its buckets; `states`: each one's tensors.
 
@@ -463,9 +467,10 @@ class Leaves:
 
     def __init__(self, schedule: Schedule, params: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]):
         self._states = states
-        self._missing = {bucket.index: len(bucket.members) for bucket in schedule.plan.buckets}
-        self.leaves = [param.detach().requires_grad_() for param in params]
+        self._missing: dict[int, int] = {}
+        self.leaves = [*map(torch.Tensor.requires_grad_, map(torch.Tensor.detach, params))]
         for bucket in schedule.plan.buckets if len(schedule.plan.buckets) > 1 else ():
+            self._missing[bucket.index] = len(bucket.members)
             for member in bucket.members:
                 arrived = partial(self._arrived, bucket, schedule)
                 self.leaves[member].register_post_accumulate_grad_hook(arrived)
@@ -482,12 +487,15 @@ class Leaves:
 
     def start(self, bucket: Bucket, schedule: Schedule) -> None:
         """Start a bucket with the gradients that have come; with zeros where none has."""
-        leaves = [self.leaves[member] for member in bucket.members]
-        grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+        leaves = [*map(self.leaves.__getitem__, bucket.members)]
+        grads = [*map(_GRAD, leaves)]
+        if type(None) in map(type, grads):
+            grads = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, grads, strict=True)]
         for leaf in leaves:
             leaf.grad = None
         with torch.no_grad():
-            schedule.start(bucket.index, (), [*grads, *(t for m in bucket.members for t in self._states[m])])
+            states = chain.from_iterable(map(self._states.__getitem__, bucket.members))
+            schedule.start(bucket.index, (), [*grads, *states])
 
     def finish(self, schedule: ProcessSchedule) -> None:
         """The backward pass of `schedule` is over: start the buckets that it hasn't reached."""

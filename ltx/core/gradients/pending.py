@@ -70,13 +70,10 @@ class Pending:
         self._channel_of, self._what = channel_of, what
         self.summed = False  # whether :meth:`total` will be called
         self.sent = 0  # the number of collectives that this rank had issued before the pass
-        self._launched: list[Program] = []
+        self.launched: list[Program] = []
         self._streams = {} if streams is None else streams  # they enqueue whole programs
         self._run: comm.BackwardPass | None = None  # the id of the autograd run of this pass
         self.summary: comm.IssuedSummary | None = None
-
-    def __len__(self) -> int:
-        return len(self._launched)
 
     # --- the pass ----------------------------------------------------------------------------------------------------
 
@@ -110,7 +107,7 @@ class Pending:
 
     def finish(self) -> comm.StepSummary | None:
         """After the last bucket: the step summary, if there is one."""
-        summary, self._launched = self.summary, []
+        summary, self.launched = self.summary, []
         self.forget()
         return None if summary is None else comm.end_pass(self.among, summary)
 
@@ -125,9 +122,9 @@ class Pending:
         A hook without collectives may wait for something else, for which peers in their backward pass mustn't wait. So
         such a hook runs only when the bucket is waited for.
         """
-        while (program := ready.pop(place := len(self._launched), None)) is not None:
+        while (program := ready.pop(place := len(self.launched), None)) is not None:
             program.phases, program.then = phases, then
-            self._launched.append(program)
+            self.launched.append(program)
             if not phases:
                 continue
             if program.samples:  # ranks have compared the parameters' shapes alone
@@ -146,7 +143,7 @@ class Pending:
 
     def reduce(self, hook: CommHook, inputs: BucketInput, then: Callable[[Reduced], None] | None = None) -> None:
         """Start the reduction of the next bucket by `hook`, and continue the buckets before it."""
-        self.launch({len(self): program_of(hook, inputs)}, phases_on(hook, self._comm.size), then)
+        self.launch({len(self.launched): program_of(hook, inputs)}, phases_on(hook, self._comm.size), then)
         self.poll()
 
     def _advance(self, place: int, whole: bool = False) -> None:
@@ -154,7 +151,7 @@ class Pending:
 
         `whole`: go on to the end, as waits don't block the host.
         """
-        program = self._launched[place]
+        program = self.launched[place]
         result = program.work.wait() if program.work is not None else None
         # Inference tensors have no version counter.
         arrived, version = result, None if result is None or result.is_inference() else result._version
@@ -199,8 +196,8 @@ class Pending:
 
     def poll(self) -> None:
         """Continue reductions whose collective is complete, as long as each phase stays in bucket order."""
-        for place, pending in enumerate(self._launched):
-            before = self._launched[:place]
+        for place, pending in enumerate(self.launched):
+            before = self.launched[:place]
             while pending.work is not None and pending.work.done:
                 if not all(earlier.completed is not None or earlier.phase > pending.phase for earlier in before):
                     break
@@ -210,23 +207,23 @@ class Pending:
     def done(self) -> bool:
         """Whether all buckets are complete, or would be without waiting."""
         self.poll()
-        return all(pending.completed is not None for pending in self._launched)
+        return all(pending.completed is not None for pending in self.launched)
 
     def total(self, place: int) -> float | None:
         """The sum of all elements of a complete bucket, or NaN; None if no sum was taken."""
-        return self._launched[place].total
+        return self.launched[place].total
 
     def wait_each(self) -> Iterator[Reduced]:
         """The results of all buckets in order, each as soon as it is complete."""
         # Rounds: each unfinished reduction continues by one collective, in bucket order, which keeps every phase's
         # channel in order; results that are complete are yielded in order at once.
         given = 0
-        while given < (count := len(self._launched)):
+        while given < (count := len(self.launched)):
             for place in range(given, count):
-                if self._launched[place].completed is None:
+                if self.launched[place].completed is None:
                     self._advance(place)
-                while given < count and (reduced := self._launched[given].completed) is not None:
-                    program = self._launched[given]
+                while given < count and (reduced := self.launched[given].completed) is not None:
+                    program = self.launched[given]
                     if program.fence is not None:  # the current stream waits for what is complete or enqueued
                         flat, states = reduced
                         made = [tensor for state in states for tensor in state.values()] if any(states) else []
@@ -339,7 +336,7 @@ class ProcessSchedule(Schedule):
             if not self._held:
                 self.pending.launch(self._ready, phases)
             # On streams programs are launched as a whole, and after the last bucket nothing comes before the wait.
-            if self._polls and len(self.pending) < len(self.plan.buckets):
+            if self._polls and len(self.pending.launched) < len(self.plan.buckets):
                 self.pending.poll()
         except BaseException as error:
             self._failed(error)
@@ -348,7 +345,7 @@ class ProcessSchedule(Schedule):
 
     def _failed(self, error: BaseException) -> None:
         """An exception of a hook or of the network aborts this pass, and the peers are told."""
-        if isinstance(error, UnsupportedError) and not len(self.pending):
+        if isinstance(error, UnsupportedError) and not self.pending.launched:
             self.pending.forget()  # the user's mistake, which all ranks find before the first bucket
         else:
             self.abandon(error)

@@ -54,7 +54,7 @@ class Schedule(ABC):
         self.task = -1  # the id of autograd's run of the last backward pass
         self.innermost = 0.0  # the innermost level of transforms that differentiates the step; 0 is plain autograd
         #: Called when a backward pass has begun: a digest of the unreduced gradients in ``.grad``, which ranks compare.
-        self.unreduced: Callable[[], str] = lambda: ""
+        self.unreduced: Callable[[], str] = str
 
     def hook_of(self, bucket: Bucket | None = None) -> CommHook:
         """The hook that this pass applies to a bucket, or to all buckets."""

@@ -112,7 +112,7 @@ def outputs_of(run: Run, buffers: Tree, has_aux: bool, detached: bool = True) ->
                 f"train_step: the step was given a buffer {lost[0]!r} and returned none, so the state would lose it. "
                 "Return all buffers, such as {**buffers, **new}."
             )
-    rest: dict[str, Any] = run.averaged(tree.detached(parts) if detached and parts else parts)
+    rest: dict[str, Any] = run.averaged(tree.detached(parts) if detached else parts) if parts else parts
     return Outputs(loss, rest.get("buffers"), rest.get("aux"))
 
 

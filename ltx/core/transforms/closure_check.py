@@ -404,7 +404,7 @@ class Members:
                 raise TreeError(f"{self.what}: {name!r} must be a tensor, got {type(tensor).__name__}.")
             if name not in self.slots:
                 self._check_attribute(name)
-        for group in self.tied() if tie_weights else ():
+        for group in self.tied() if tie_weights and len(self.names) < len(self.slots) else ():
             among = [name for name in group if name in given]
             for name in group if among else ():
                 if filled.setdefault(name, given[among[0]]) is not given[among[0]]:

@@ -128,7 +128,7 @@ def functional_call(
     swap = Swap.of_call(module, given, "functional_call", tie_weights, return_buffers)
     with swap.in_place():
         output = module(*args, **kwargs)
-    if (calls := swap.recorded()) is not None:
+    if (calls := _record(swap.tensors, partial(Swap, swap.members, first=swap.first))) is not None:
         calls.watch(output)
     after = swap.done(return_buffers)
     return (output, after) if return_buffers else output
@@ -166,7 +166,8 @@ def using(*modules: Any) -> Iterator[None]:
     parts = [id(part) for swap in swaps for part in swap.members.module.modules()]
     if len(parts) > len({*parts}):
         raise InputError("using: a module is given twice, or is a part of another one. Give the outer one alone.")
-    records = [record for swap in swaps if (record := swap.recorded()) is not None]
+    made = [_record(swap.tensors, partial(Swap, swap.members, first=swap.first)) for swap in swaps]
+    records = [record for record in made if record is not None]
 
     def watch(_: Any, __: Any, output: Any) -> None:
         for record in records:
@@ -297,9 +298,6 @@ class Swap:
                 raise StepError(hooked_text(f"{what}: parameter {name!r} of {type(module).__name__}"))
         return swap
 
-    def recorded(self) -> Calls | None:
-        return _record(self.tensors, partial(Swap, self.members, first=self.first))
-
     def done(self, returns: bool = False) -> dict[str, torch.Tensor]:
         """The values of the given buffers after the call. Raises if what it wrote to one would be lost."""
         after, self._after = self._after, {}  # one may be the output itself, whose graph mustn't hold it
@@ -379,11 +377,12 @@ class Swap:
                 self._after[name] = found.get(name)
                 if found.get(name) is not x:  # it was replaced, which counts as a write
                     self.first[name] = x, -1, value
-        lost = [name for name in self._own if found[name] is not self.tensors[name] and name not in self.first]
-        if lost:
-            why = _THREADS if found[lost[0]] is self._own[lost[0]] else _ASSIGNED
-            module = type(self.members.module).__name__
-            raise StepError(f"functional_call: {module} lost the {lost[0]!r} that it was given, during the call. {why}")
+        for name, own in self._own.items():
+            if found[name] is not self.tensors[name] and name not in self.first:
+                raise StepError(
+                    f"functional_call: {type(self.members.module).__name__} lost the {name!r} that it was given, "
+                    f"during the call. {_THREADS if found[name] is own else _ASSIGNED}"
+                )
 
     def again(self) -> Callable[[], AbstractContextManager[None]]:
         """A function that puts the tensors in again, for the recomputation of a part of this call.
