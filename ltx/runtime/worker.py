@@ -11,6 +11,7 @@ import gc
 import linecache
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -22,14 +23,17 @@ from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
+from types import FunctionType
 from typing import Any, Literal, NamedTuple, get_args
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 
 from ltx.core import comm
-from ltx.core.comm.pickling import KEY
+from ltx.core.comm.pickling import KEY, named
 from ltx.core.ranks.axis import set_world_axes
 from ltx.core.world.failures import LTX_HOME
 from ltx.core.world.groups import loopback_store, next_is_begun
@@ -84,6 +88,7 @@ def serve(connection: Connection, inherited: Inherited | None = None) -> None:
         for writer in (sys.stdout, sys.stderr):
             os.register_at_fork(after_in_child=writer.in_fork)
     builtins.input = _no_input
+    _by_value()
     loop.send(messages.Ready())
     # A separate thread reads, so that the driver's end is noticed while a call runs or hangs in a collective.
     threading.Thread(target=loop.read, name="ltx-worker-reader", daemon=True).start()
@@ -103,6 +108,20 @@ def serve(connection: Connection, inherited: Inherited | None = None) -> None:
             loop.wait_for_others(message.number)
         elif isinstance(message, Call):
             loop.answer(message, load)
+
+
+def _by_value(pickled: bytes | None = None) -> Any:
+    """From now on classes and functions that no module here has, as they came by value, go by value to processes that
+    this one starts (data loaders), and back from them. Returns what is `pickled`.
+    """
+
+    def reducer_override(_: Any, obj: Any) -> Any:
+        if isinstance(obj, type | FunctionType) and named(obj.__module__, obj.__qualname__) is not obj:
+            return _by_value, (cloudpickle.dumps(obj),)
+        return NotImplemented
+
+    ForkingPickler.reducer_override = reducer_override  # type: ignore[method-assign]
+    return None if pickled is None else pickle.loads(pickled)
 
 
 def _no_input(prompt: object = "", /) -> str:

@@ -70,19 +70,20 @@ class _PeerPickler(TensorPickler):
     """
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, type) and obj.__module__ == "__main__" and _of_main(obj.__qualname__) is obj:
+        if isinstance(obj, type) and obj.__module__ == "__main__" and named("__main__", obj.__qualname__) is obj:
             return _of_peer, (obj.__qualname__, _pickled(TensorPickler, obj))
         made = super().reducer_override(obj)
         by_value = isinstance(obj, type) and isinstance(made, tuple) and len(made) == 6
         return (*made[:5], partial(_filled, made[5])) if by_value else made
 
 
-def _of_main(name: str) -> Any:
-    return reduce(lambda part, step: getattr(part, step, None), name.split("."), cast(Any, sys.modules["__main__"]))
+def named(module: str, name: str) -> Any:
+    """What this process has under the qualified `name` in `module`; None if there is nothing."""
+    return reduce(lambda part, step: getattr(part, step, None), name.split("."), cast(Any, sys.modules.get(module)))
 
 
 def _of_peer(name: str, pickled: bytes) -> Any:
-    return found if isinstance(found := _of_main(name), type) else pickle.loads(pickled)
+    return found if isinstance(found := named("__main__", name), type) else pickle.loads(pickled)
 
 
 def _filled(fill: Any, cls: type, state: Any) -> Any:

@@ -6,12 +6,14 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import ltx
 from ltx.errors import PeerLostError, WorldError
@@ -28,6 +30,25 @@ class Shifted(torch.utils.data.Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.tensor(10 * ltx.world().rank + index)
+
+
+@dataclass
+class Samples:
+    """What a worker of a DataLoader returns, of a class that came to the rank by value."""
+
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_a_loaders_worker_returns_objects_of_the_programs_classes(start: str, ranks: Ranks) -> None:
+    def on_each() -> Any:
+        loader = DataLoader(
+            Shifted(), 2, num_workers=1, collate_fn=lambda xs: Samples(torch.stack(xs)), multiprocessing_context=start
+        )
+        return [(type(batch) is Samples, batch.x.tolist()) for batch in loader]
+
+    for rank, got in enumerate(ranks(2).run(on_each)):
+        assert got == [(True, [10 * rank + i, 10 * rank + i + 1]) for i in (0, 2)]
 
 
 def test_a_fork_is_refused_by_name(ranks: Ranks, tmp_path: Path) -> None:
