@@ -27,7 +27,7 @@ class TransportWork:
 
     @property
     def completed(self) -> bool:
-        return self.transport.emptied >= self.end
+        return self.refused or self.transport.emptied >= self.end  # peers fill no chunk of what they refuse
 
     @property
     def total(self) -> float | None:
