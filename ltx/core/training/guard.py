@@ -246,7 +246,9 @@ def next_state(
 ) -> tuple[TrainState, Metrics]:
     """The next state, and the metrics that follow from it."""
     if type(updated.opt_state) is not TorchState and (norm := grad_norm(updated.opt_state)) is not None:
-        metrics = replace(metrics, grad_norm=norm.clone())  # the next step may write into this tensor
+        # A copy, as the next step may write into this tensor; a step that is skipped leaves it as it was.
+        good = None if finite is None else torch.as_tensor(finite, device=norm.device)
+        metrics = replace(metrics, grad_norm=norm.clone() if good is None else torch.where(good, norm, torch.nan))
     loss_scale: Any = state.held_loss_scale
     if finite is not None and train.checks_finite:
         skipped = torch.logical_not(torch.as_tensor(finite, device=metrics.loss.device))

@@ -444,7 +444,7 @@ class Metrics(Readable):
         lr: this step's learning rate, a number or 0-dim tensor computed when it is read, or a dict by group. None where
             it isn't known: with :func:`ltx.optim.from_functions`, and from compiled steps.
         skipped: 0-dim bool tensor: whether this step left parameters and optimizer state unchanged, because gradients
-            weren't finite. `grad_norm` is then that of an earlier step. None without dynamic loss scaling or a guard.
+            weren't finite, and `grad_norm` is NaN. None without dynamic loss scaling or a guard.
     """
 
     loss: torch.Tensor

@@ -283,6 +283,21 @@ def test_combined_with(name: str, strategy: ltx.Strategy, ranks: Ranks, seed: in
         assert "rank 0" not in told
 
 
+@pytest.mark.parametrize("kind", ["ranks", "vmap"])
+def test_a_skipped_step_has_no_norm(kind: str, ranks: Ranks) -> None:
+    """Neither the last step's; and the state keeps that one, as it keeps all else."""
+    optimizer = ltx.optim.chain(ltx.optim.clip_by_global_norm(100.0), PLAIN_SGD)
+    batches = torch.tensor([3.0, NAN, 4.0])
+
+    def on_a_rank() -> list[Tensor]:
+        return [m.grad_norm for m in trained(inner, optimizer, torch.zeros(1), batches[:, None], guard="skip").metrics]
+
+    found = ranks(2).run(on_a_rank) if kind == "ranks" else [ltx.vmap(lambda _: on_a_rank())(torch.ones(2))]
+    for norms in found:
+        expected = torch.tensor([3.0, NAN, 4.0]) if kind == "ranks" else torch.tensor([[3.0] * 2, [NAN] * 2, [4.0] * 2])
+        torch.testing.assert_close(torch.stack(list(norms)), expected, equal_nan=True)
+
+
 def test_buffers_of_a_skipped_step_are_kept(ranks: Ranks) -> None:
     def loss(p: Tensor, buffers: Params, x: Tensor) -> Any:
         return (p * x).sum(), {"mean": 0.9 * buffers["mean"] + 0.1 * x.mean()}
