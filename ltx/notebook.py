@@ -10,7 +10,9 @@ import shlex
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import product
 from typing import Any
+from weakref import ref
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
@@ -29,6 +31,12 @@ def load_ipython_extension(ipython: Any) -> None:
     # a registered magic keeps its pool
     if not isinstance(ipython.magics_manager.registry.get(LtxMagics.__name__), LtxMagics):
         ipython.register_magics(LtxMagics)
+
+
+_SHARED = (
+    "%%ltx: {0!r} and {1!r} share a {2}, and {1!r} came to the workers in an earlier cell: {0!r} would have a copy of "
+    "its own. Make {0!r} in the cell, of the workers' {1!r}; or bring the notebook's together: `%%ltx --in {1},{0}`."
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -72,6 +80,7 @@ class LtxMagics(Magics):
     def __init__(self, shell: Any):
         super().__init__(shell)
         self.pool: Pool | None = None
+        self._parts: dict[str, dict[int, ref[Any]]] = {}  # of the values that the workers have got, by name
 
     @line_cell_magic
     def ltx(self, line: str, cell: str | None = None) -> None:
@@ -136,7 +145,7 @@ class LtxMagics(Magics):
         `assigned` by then. `asks`: gives what the workers have of some names
         (:func:`ltx.runtime.shell.own_or_brought`); None for new workers.
         """
-        given, seen, main = {}, {*assigned}, self.shell.user_ns
+        given, seen, main, parts = {}, {*assigned}, self.shell.user_ns, dict[str, dict[int, ref[Any]]]()
         names = [*forced, *sorted(used & main.keys() - {*forced})]
         while names:
             seen |= {*names}
@@ -147,15 +156,20 @@ class LtxMagics(Magics):
                     continue
                 value = main[name]
                 try:
-                    found, uses = digest(value, main)
+                    found, pickled = digest(value, main)
                 except Exception as error:
                     why = f" --in {name}" if name in forced else f": the cell uses {name!r} of the notebook"
                     what = f"a {type(value).__name__} can't be sent to the workers: {error}{stuck(value)}"
                     raise UsageError(f"%%ltx{why}: {what}. Make one in the cell.") from None
-                after |= uses
+                after |= pickled.uses
                 if name in forced or any(there.get(name) not in ("", found) for there in has):
-                    given[name] = ("" if name in forced else found, value)
+                    given[name], parts[name] = ("" if name in forced else found, value), pickled.parts
             names = sorted(after & main.keys() - seen)
+        for name, other in product(given, self._parts.keys() - given.keys() if asks else ()):
+            both = [self._parts[other][key]() for key in parts[name].keys() & self._parts[other].keys()]
+            if any(part is not None for part in both) and any(there.keys() for there in asks([other])):
+                raise UsageError(_SHARED.format(name, other, type(both[0]).__name__))
+        self._parts = {**(self._parts if asks else {}), **parts}
         return given
 
     def _line(self, line: str) -> None:

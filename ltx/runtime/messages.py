@@ -35,6 +35,7 @@ import os
 import pickle
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -184,8 +185,8 @@ def pack(value: Any) -> Message:
     return pickler.message()
 
 
-def digest(value: Any, main: dict[str, Any] | None = None) -> tuple[str, set[str]]:
-    """What tells `value` from what it was before, and the names of `main` that its functions use.
+def digest(value: Any, main: dict[str, Any] | None = None) -> tuple[str, Pickler]:
+    """What tells `value` from what it was before; and its pickler, which has seen what is in it.
 
     `main`: as in :class:`Pickler`. Raises what pickling the value raises.
     """
@@ -194,7 +195,7 @@ def digest(value: Any, main: dict[str, Any] | None = None) -> tuple[str, set[str
     found = hashlib.sha256(pickler._stream.getbuffer())
     for view in pickler._buffers:
         found.update(view)
-    return found.hexdigest(), pickler.uses
+    return found.hexdigest(), pickler
 
 
 def names_in(code: CodeType) -> tuple[set[str], set[str]]:
@@ -225,16 +226,18 @@ class Pickler(TensorPickler):
     """cloudpickle's pickler; the memory of tensors and arrays becomes buffers of the message.
 
     `main`: a notebook's globals. Its functions have the receiver's ``__main__`` as their globals, where the names that
-    they use (`uses`) come by themselves.
+    they use (`uses`) come by themselves. `parts`: the modules and parameters that were pickled, by their ids.
     """
 
     def __init__(self, main: dict[str, Any] | None = None) -> None:
-        self._main, self.uses = main, set[str]()
+        self._main, self.uses, self.parts = main, set[str](), dict[int, weakref.ref[Any]]()
         self._stream, self._buffers = io.BytesIO(), list[memoryview]()
         super().__init__(self._stream, protocol=5, buffer_callback=lambda buffer: self._buffers.append(buffer.raw()))
 
     def reducer_override(self, obj: Any) -> Any:
         """A storage becomes one buffer, also if several tensors share it."""
+        if isinstance(obj, torch.nn.Module | torch.nn.Parameter):
+            self.parts[id(obj)] = weakref.ref(obj)
         if isinstance(obj, torch.storage.TypedStorage):
             typed = functools.partial(torch.storage.TypedStorage, dtype=obj.dtype, _internal=True)
             return functools.partial(typed, wrap_storage=obj._untyped_storage), ()

@@ -217,6 +217,21 @@ def test_cells_bring_the_names_that_they_use(kernel: Kernel) -> None:
     assert kernel.run("%%ltx\nscale") == [("display", "[rank 0] 7"), ("display", "[rank 1] 11")], "each what it has"
 
 
+def test_values_of_two_cells_that_share_a_module_are_refused(kernel: Kernel) -> None:
+    """A copy would be trained in the model's place. Together, or without anything in common, they come."""
+    made = "net = torch.nn.Linear(1, 1)\nopt = torch.optim.SGD(net.parameters(), lr=0.1)"
+    assert kernel.run(f"{made}\nxs = torch.ones(2)\nys = xs[:1]\nf = lambda: net(ys)") == []
+    assert kernel.run("%%ltx\nassert net.training, xs") == []
+    [(_, text)] = kernel.run("%%ltx\nopt.step()")
+    assert "'opt' and 'net' share a Parameter, and 'net' came to the workers in an earlier cell" in text
+    assert "`%%ltx --in net,opt`" in text
+    assert kernel.run("%%ltx\nassert f().shape == (1,)") == []
+    same = "assert opt.param_groups[0]['params'][0] is net.weight"
+    assert kernel.run(f"%%ltx --in net,opt\n{same}") == []
+    assert kernel.run(f"{made}\nnets = [net]") == []
+    assert kernel.run("%%ltx\nassert nets[0].training") == [], "of a new module, which no cell has brought"
+
+
 def test_cells_that_are_not_python(kernel: Kernel) -> None:
     [(_, text)] = kernel.run("%%ltx\n1 +")
     assert "line 2\n    1 +\n" in text
