@@ -197,8 +197,9 @@ class AxisComm(Ranks):
     ) -> Agreement:
         """Raise on every rank unless all ranks are about to issue the same collective on `channel`.
 
-        Equal keys mean equal signatures: a known key costs a dictionary look-up. For a new key `describe` is called,
-        and `offer`, which gives a JSON value that may differ between ranks: all ranks take rank 0's.
+        Equal keys mean equal signatures: a known key costs a dictionary look-up, where it usually comes. For a new key
+        `describe` is called, and `offer`, which gives a JSON value that may differ between ranks: all ranks take rank
+        0's.
         """
         self._begin_call(lambda: describe().brief)
         known = self.known.get(key)
@@ -206,13 +207,27 @@ class AxisComm(Ranks):
             known = self.known[key] = under_way[-1].negotiate(self, key, describe, offer, known)
         elif known is None:
             signature = describe()
-            if channel in self._phases:
-                self.passes.find_dropped()
-                self.check_usable()
-            with self.passes.aborted_by(*((DeadlockDetectedError,) if channel in self._phases else ())):
-                value = self.peers.compare(channel, signature, offer())
+            value = self._compare(channel, signature, offer())
             known = self.known[key] = Agreement(signature, signature.fingerprint, value)
+        elif channel is self.user:
+            self.compare_unusual(channel, known)
         return known
+
+    def compare_unusual(self, channel: Channel, known: Agreement) -> None:
+        """Compare a call that is known and comes where another one came before: peers may be about to issue that."""
+        usual = channel.habit is None or channel.habit.expects(known.fingerprint, channel.issued)
+        if not (usual or under_way):
+            self._compare(channel, known.signature, None)
+
+    def _compare(self, channel: Channel, signature: Signature, offer: Any) -> Any:
+        if channel in self._phases:
+            self.passes.find_dropped()
+            self.check_usable()
+        with self.passes.aborted_by(*((DeadlockDetectedError,) if channel in self._phases else ())):
+            value = self.peers.compare(channel, signature, offer)
+        if channel.habit is not None:
+            channel.habit.compared(channel.issued + 1)
+        return value
 
     def _begin_call(self, what: Callable[[], str]) -> None:
         self.check_usable()
@@ -234,6 +249,8 @@ class AxisComm(Ranks):
         """Record an agreement about a whole call under the `keys` of its parts."""
         parts = list(keys)
         self.known.update(dict.fromkeys(parts, agreement))
+        if self.user.habit is not None:
+            self.user.habit.compared(self.user.issued + len(parts))
         if under_way:
             under_way[-1].cover(self, parts)
 

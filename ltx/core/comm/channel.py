@@ -37,7 +37,7 @@ from ltx.core.comm import ledger
 from ltx.core.comm.backends import HostCopy, StreamGroup, is_of_network, is_out_of_memory, to_device
 from ltx.core.comm.operations import OPERATIONS, SUMMED, Arguments, as_bytes, as_it_is, bytes_sent, from_bytes
 from ltx.core.comm.peers import PATIENCE_S, Peers
-from ltx.core.comm.signature import Agreement
+from ltx.core.comm.signature import RAISED, Agreement, Habit
 from ltx.core.comm.store_exchange import poll_until
 from ltx.core.comm.transport import Transport, TransportWork, any_transport_busy, progress_everywhere, wait_for
 
@@ -232,6 +232,8 @@ class Channel:
         self.rank: int = self.group.rank()
         self.size: int = self.group.size()
         self.threads: set[int] = set()
+        #: Which calls follow which. Shared memory compares each call itself.
+        self.habit = Habit() if self.transport is None and self.size > 1 else None
         self.works: WeakSet[Work] = WeakSet()
         #: The last agreements, for a peer that compares another signature (see Negotiation).
         self.recent: deque[tuple[int, Agreement]] = deque(maxlen=256)
@@ -250,6 +252,8 @@ class Channel:
 
     def advance(self, agreement: Agreement) -> None:
         """Count a call into the running digest: once for each call, even if the call moves several buffers."""
+        if self.habit is not None and agreement is not RAISED:
+            self.habit.add(agreement.fingerprint)
         self.recent.append((self.issued, agreement))
         self.issued += 1
         self.digest = (self.digest * 1_000_003 + agreement.fingerprint) % _DIGEST_PRIME

@@ -98,6 +98,8 @@ class ProcessRanks(AxisComm):
         self, key: Key, describe: Describe, offer: Callable[[], Any] = lambda: None, channel: str = "user"
     ) -> Agreement:
         on = self.user if channel == "user" else self.background if channel == "background" else self.first_phase
+        if on.habit is not None:  # an exception may have left parts of the last call out
+            on.habit.compared(on.issued)
         return self.negotiate(on, key(), describe, offer)
 
     def announce(self, agreement: Agreement) -> None:

@@ -252,6 +252,7 @@ def begin_pass(
     channel = among.first_phase
     axis_comm.under_way = among.under_way = name
     if agreement is not None:
+        among.compare_unusual(channel, agreement)
         channel.advance(agreement)
     issued = axis_comm.user.digest ^ (channel.digest << 1)
     said = Said(issued, among.passes.step, among.passes.counted, unreduced, isinstance(weight, torch.Tensor))

@@ -211,10 +211,62 @@ def test_what_is_pending_never_counts_as_completed(on_new_axis: OnNewAxis) -> No
     assert all("a sum of one (issue 1) on axis 'data'" in text for text in said)
 
 
+@pytest.mark.parametrize("usual", [None, 0, 1], ids=["new", "rank 0's is usual", "rank 1's is usual"])
+@pytest.mark.parametrize("second", [(3, 2), (5,), (200_000,)], ids=str)
+def test_known_collectives_in_another_order_are_refused_over_sockets(
+    on_new_axis: OnNewAxis, second: Any, usual: int | None
+) -> None:
+    """Before anything is sent, by name: a backend would mix equal sizes, and end the process where they differ."""
+
+    def run() -> str:
+        calls = [lambda: ltx.psum(torch.ones(2, 3)), lambda: ltx.psum(torch.ones(second))]
+        for call in calls * (1 if usual is None else 5):
+            call()
+        return train_on.said(RankMismatchError, calls[int(ltx.axis_index()) != (usual or 0)])
+
+    first, said = f"float32{[2, 3]}", f"float32{[*second]}"
+    for text in on_new_axis(run, sockets=True):
+        order = (said, first) if usual == 1 else (first, said)
+        assert f"ranks disagree on psum, the value itself: rank 0: {order[0]}; rank 1: {order[1]}." in text
+
+
+@pytest.mark.parametrize("sizes", [(3, 5), (5, 200_000)], ids=str)
+@pytest.mark.parametrize("differentiate", ["train_step", "ltx.grad", "torch.func.grad", "backward"])
+def test_steps_of_two_models_in_another_order_are_refused_over_sockets(
+    on_new_axis: OnNewAxis, differentiate: str, sizes: tuple[int, int]
+) -> None:
+    """As of a generator and a critic: the order is known, and one rank leaves a step out."""
+    step = ltx.data_parallel(lambda w: (w**2).sum())
+
+    def run() -> tuple[str, list[float]]:
+        train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+        values: list[Any] = [torch.ones(size) for size in sizes]
+        states = [train.init(value) for value in values] if differentiate == "train_step" else values
+
+        def one(which: int) -> None:
+            if differentiate == "train_step":
+                states[which], _ = train(states[which])
+            elif differentiate == "backward":
+                step(values[which].requires_grad_()).backward()
+            else:
+                (ltx.grad if differentiate == "ltx.grad" else torch.func.grad)(step)(values[which].detach())
+
+        for which in (0, 1) * 4:
+            one(which)
+        text = train_on.said(RankMismatchError, lambda: one(int(ltx.axis_index())))
+        return text, [x.params[0].item() for x in states] if differentiate == "train_step" else []
+
+    (text, values), (other, others) = on_new_axis(run, sockets=True)
+    assert values == others
+    for said in (text, other):
+        assert f"rank 0: float32[{sizes[0]}]; rank 1: float32[{sizes[1]}]" in said
+
+
 def test_known_collectives_in_swapped_order_are_caught_at_the_fence(on_new_axis: OnNewAxis) -> None:
-    """Two sums of equal sizes pair with each other and mix; the next step's header tells, before it returns."""
+    """Two sums of equal sizes pair and mix, where nobody compares them; the next step's header tells."""
 
     def run() -> tuple[str, float, list[float]]:
+        inside.resolve(None).comm.user.habit = None
         step = ltx.data_parallel(lambda w: (w**2).sum())
         first, second = torch.ones(2, 3), torch.full((3, 2), 2.0)
         ltx.psum(first), ltx.psum(second)
