@@ -197,9 +197,8 @@ class AxisComm(Ranks):
     ) -> Agreement:
         """Raise on every rank unless all ranks are about to issue the same collective on `channel`.
 
-        Equal keys mean equal signatures: a known key costs a dictionary look-up, where it usually comes. For a new key
-        `describe` is called, and `offer`, which gives a JSON value that may differ between ranks: all ranks take rank
-        0's.
+        Equal keys mean equal signatures: a known key costs a dictionary look-up. For a new key `describe` is called,
+        and `offer`, which gives a JSON value that may differ between ranks: all ranks take rank 0's.
         """
         self._begin_call(lambda: describe().brief)
         known = self.known.get(key)
@@ -209,15 +208,16 @@ class AxisComm(Ranks):
             signature = describe()
             value = self._compare(channel, signature, offer())
             known = self.known[key] = Agreement(signature, signature.fingerprint, value)
-        elif channel is self.user:
-            self.compare_unusual(channel, known)
         return known
 
-    def compare_unusual(self, channel: Channel, known: Agreement) -> None:
-        """Compare a call that is known and comes where another one came before: peers may be about to issue that."""
+    def compare_unusual(self, channel: Channel, known: Agreement, on: Channel | None = None) -> None:
+        """Compare a call of `channel`, on that one or another, that is known and comes where another one came before.
+
+        Peers may be about to issue that one.
+        """
         usual = channel.habit is None or channel.habit.expects(known.fingerprint, channel.issued)
         if not (usual or under_way):
-            self._compare(channel, known.signature, None)
+            self._compare(on or channel, known.signature, None)
 
     def _compare(self, channel: Channel, signature: Signature, offer: Any) -> Any:
         if channel in self._phases:
@@ -258,7 +258,9 @@ class AxisComm(Ranks):
         """:meth:`negotiate`, and count the collective that follows into the channel's digest."""
         if channel is self.user and not torch.is_grad_enabled():  # an autograd Function's forward disables gradients
             self.issued_in_graphs += 1
-        channel.advance(self.negotiate(channel, key, describe))
+        agreed = self.negotiate(channel, key, describe)
+        self.compare_unusual(channel, agreed)
+        channel.advance(agreed)
 
     def check_usable(self) -> None:
         """Raise if this process is a fork of the rank's own, or the world has ended."""

@@ -100,7 +100,10 @@ class ProcessRanks(AxisComm):
         on = self.user if channel == "user" else self.background if channel == "background" else self.first_phase
         if on.habit is not None:  # an exception may have left parts of the last call out
             on.habit.compared(on.issued)
-        return self.negotiate(on, key(), describe, offer)
+        agreed = self.negotiate(on, key(), describe, offer)
+        if on is self.user:
+            self.compare_unusual(on, agreed)
+        return agreed
 
     def announce(self, agreement: Agreement) -> None:
         self.user.advance(agreement)
@@ -135,7 +138,9 @@ class ProcessRanks(AxisComm):
 
     def tell(self, label: str, numbers: list[int], describe: Describe, key: Key) -> list[list[int]]:
         user, signature = self.user, describe()
-        user.advance(replace(self.negotiate(user, key(), lambda: signature), signature=signature))
+        agreed = replace(self.negotiate(user, key(), lambda: signature), signature=signature)
+        self.compare_unusual(user, agreed)
+        user.advance(agreed)
         with private.below_transforms():  # the numbers are sizes, which transforms don't change
             mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
             rows: list[list[int]] = user.issue("all_gather", mine, label, on_host=True).wait().tolist()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 import ltx
-from ltx.errors import RankMismatchError
+from ltx.errors import DeadlockDetectedError, RankMismatchError
 from tests.kinds import OnNewAxis, Ranks
 from tests.train_on import said
 
@@ -35,15 +35,28 @@ WAYS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("width", [3, 70_000])
-def test_unequal_numbers_of_samples_are_refused(way: str, width: int, on_new_axis: OnNewAxis) -> None:
-    """Gradients of other samples, or half of one's own, were taken for means; large ones waited for ever."""
+@pytest.mark.full(but=6)
+@pytest.mark.parametrize("known", ["", "known", "known, over sockets"])
+def test_unequal_numbers_of_samples_are_refused(way: str, width: int, known: str, on_new_axis: OnNewAxis) -> None:
+    """Gradients of other samples, or half of one's own, were taken for means; large ones waited for ever.
+
+    `known`: ranks have taken both numbers of samples before.
+    """
 
     def run() -> str:
+        for count in (2, 5) * (2 * bool(known)):
+            WAYS[way](torch.ones(width), torch.ones(count, width))
         samples = torch.ones(2 + 3 * int(ltx.axis_index()), width)
-        return said(RankMismatchError, WAYS[way], torch.ones(width), samples)
+        errors = RankMismatchError if known != "known" else (RankMismatchError, DeadlockDetectedError)  # a peer's
+        return said(errors, WAYS[way], torch.ones(width), samples)
 
-    for text in on_new_axis(run):
-        assert "bucket 0 of a backward pass, its arguments: rank 0: [2] samples; rank 1: [5] samples" in text
+    for text in on_new_axis(run, sockets=known == "known, over sockets"):
+        if known == "":
+            assert "bucket 0 of a backward pass, its arguments: rank 0: [2] samples; rank 1: [5] samples" in text
+        elif known == "known":
+            assert "a peer has issued another collective here" in text  # shared memory compares what is issued
+        else:
+            assert "ranks disagree on what they call, and wait for each other" in text
 
 
 @pytest.mark.parametrize("way", WAYS)
