@@ -321,7 +321,7 @@ class Ring(NodeHook, PostUpdateHook):
         for by in (1, -1)[: len(names) - 1]:
             message = messages[0]
             if nodes.size > 1:
-                message = yield CollectiveRequest("ppermute", message.clone(), None, _shifted(nodes.size, by), nodes)
+                message = yield CollectiveRequest("ppermute", message.clone(), _shifted(nodes.size, by), nodes)
             messages.append(message)
         # The ranks of a node decode the same messages as the ranks of other nodes that hold copies of their weights.
         if mates.size > 1:

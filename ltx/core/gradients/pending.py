@@ -170,7 +170,7 @@ class Pending:
                         continue
                     axis_comm = request.axis.comm
                 if request.operation != "psum":
-                    request.check_rows(axis_comm.size)
+                    request.check(axis_comm.size)
                 channel = self._channel_of(axis_comm, program.phase)
                 if not request.buffer.numel():  # nothing to send; every rank has the same shapes
                     program.phase += 1

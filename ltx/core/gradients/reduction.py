@@ -152,7 +152,7 @@ class CollectiveRequest:
             has a row for each rank), "all_to_all" (row i of the first dimension goes to rank i, and row i comes from
             rank i), "ppermute" (as `arguments` say; zeros come where no rank sends).
         buffer: contiguous; the driver may overwrite it.
-        arguments: of a permutation: source, destination, source, ...
+        arguments: of a permutation: source, destination, source, ..., the same on all ranks.
         axis: the ranks of the collective, if only a part of the input's axis, named in the hook's `axes`.
         sent: set by a hook that answers a sum inexactly: a function that returns what it sent of `buffer`.
 
@@ -162,9 +162,9 @@ class CollectiveRequest:
 
     operation: str
     buffer: torch.Tensor
-    sent: Callable[[], torch.Tensor] | None = None
     arguments: Static = ()
     axis: Axis | None = None
+    sent: Callable[[], torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
         if self.operation not in REQUESTS:
@@ -175,8 +175,17 @@ class CollectiveRequest:
                 f"CollectiveRequest({self.operation!r}, a {type(self.buffer).__name__}): expected a tensor to send."
             )
 
-    def check_rows(self, axis_size: int) -> None:
-        """Raise unless a buffer that is sent by rows has a row for each rank."""
+    def check(self, axis_size: int) -> None:
+        """Raise unless a buffer that is sent by rows has a row for each rank, and a permutation is one of these."""
+        if self.operation == "ppermute":
+            ranks, sources, there = self.arguments, self.arguments[::2], self.arguments[1::2]
+            once = len({*sources}) == len(sources) == len(there) == len({*there}) > 0
+            if not (once and {*map(type, ranks)} == {int} and 0 <= min(ranks) <= max(ranks) < axis_size):
+                raise StrategyError(
+                    f"CollectiveRequest('ppermute', ..., {brief(ranks)}): expected arguments source, destination, "
+                    f"source, ..., of ranks 0 to {axis_size - 1}, each once as a source at most, and once as a "
+                    "destination."
+                )
         if self.operation in _BY_ROWS and (self.buffer.ndim == 0 or self.buffer.shape[0] != axis_size):
             raise StrategyError(
                 f"CollectiveRequest({self.operation!r}, a buffer of shape {list(self.buffer.shape)}): expected a first "
@@ -343,7 +352,7 @@ def drive_within(
 def answer_at_once(request: CollectiveRequest, axis: Axis) -> torch.Tensor:
     """The result of a request, computed by a differentiable collective on `axis`."""
     axis = request.axis or axis
-    request.check_rows(axis.size)
+    request.check(axis.size)
     static = request.arguments or REQUESTS[request.operation]
     return apply(request.operation, static, axis, [request.buffer])[0]
 

@@ -195,7 +195,7 @@ class GraphSchedule(Schedule):
         if not axis.ranks.overlaps:
             return lambda: collective_alone(request)
         assert axis.comm
-        request.check_rows(size)
+        request.check(size)
         group = axis.comm.first_phase.group_for(buffer.device).group_name
         if not buffer.numel():  # nothing to send; every rank has the same shapes
             return lambda: buffer

@@ -120,7 +120,7 @@ class TrainState(Readable):
     pending: Any = field(default=None, repr=False)
     frozen: Tree = field(default=None, repr=False)
     module: Any = field(default=None, repr=False)
-    lease: _Lease = field(default_factory=partial(list, (None,)), repr=False)
+    lease: _Lease = field(default_factory=lambda: [None], repr=False)
     seen: tuple[str, ...] = field(default=_PARTS, init=False, repr=False)
     of_step: bool = field(default=False, init=False, repr=False)
     made_by: Any = field(default=None, init=False, repr=False)

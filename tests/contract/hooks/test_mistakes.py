@@ -90,6 +90,18 @@ MISTAKES: dict[str, tuple[CommHook, str]] = {
         Wrong(four_rows, lambda rows, inputs: (rows.reshape(-1)[: len(inputs.flat)], inputs.states)),
         r"'all_to_all', a buffer of shape \[4, 2\]\): expected a first dimension of 2",
     ),
+    "without pairs": (
+        Wrong(lambda inputs: CollectiveRequest("ppermute", inputs.flat)),
+        r"'ppermute', \.\.\., \(\)\): expected arguments source, destination, source, \.\.\., of ranks 0 to 1",
+    ),
+    "two sources": (
+        Wrong(lambda inputs: CollectiveRequest("ppermute", inputs.flat, (0, 1, 1, 1))),
+        r"\(0, 1, 1, 1\)\): expected arguments .* each once as a source at most, and once as a destination",
+    ),
+    "to nobody": (
+        Wrong(lambda inputs: CollectiveRequest("ppermute", inputs.flat, (0, 2))),
+        r"\(0, 2\)\): expected arguments .* of ranks 0 to 1",
+    ),
     "reads the step": (
         Wrong(lambda inputs: CollectiveRequest("psum", inputs.flat * (1 + inputs.step))),
         r"Set reads_step = True",

@@ -195,14 +195,6 @@ def test_local_gradients_have_a_norm_each() -> None:
     assert ltx.vmap(train)(state, xs)[1].grad_norm.tolist() == [5.0, 10.0]
 
 
-def test_a_skipped_step_has_a_norm_too() -> None:
-    batches = [torch.tensor([3.0, 4.0]), torch.tensor([torch.inf, 1.0])]
-    found = trained(inner, MEASURED, torch.zeros(2), batches, guard="skip")
-    assert found.skipped == [False, True]
-    assert [metrics.grad_norm for metrics in found.metrics] == [5.0, 5.0]  # of the last update
-    assert found.params.tolist() == [-1.5, -2.0]
-
-
 def test_without_clipping_there_is_no_norm() -> None:
     assert trained(inner, sgd(), torch.ones(2), [torch.ones(2)]).metrics[0].grad_norm is None
 
