@@ -17,7 +17,7 @@ from ltx.core.base.needs import TABLE
 from ltx.core.ranks.axis import Axis
 from ltx.core.transforms.strategy import constant_after, shares_gradients
 from ltx.hooks.combined import with_error_feedback
-from ltx.strategies.zero_parts import in_messages
+from ltx.strategies.zero import in_messages
 
 STRATEGIES: dict[str, ltx.Strategy] = {
     "DDPStrategy": ltx.DDPStrategy(),

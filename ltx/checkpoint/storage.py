@@ -2,8 +2,7 @@
 
 DCP's format, metadata and reader are used, and its tools can read the files. Its ``save`` and ``load`` aren't used:
 they plan by collectives (see ltx.checkpoint.together), and read metadata with an unrestricted unpickler, whose errors
-are all of one class. Here each rank knows what it writes and reads, and metadata may hold only the classes of DCP's
-metadata.
+are all of one class. Here each rank knows what it writes and reads, and metadata may hold only DCP's own classes.
 
 A checkpoint holds the tensors of a train state, the position in the data, and the states of random number generators.
 The position and the generators are saved as JSON in a tensor of bytes, and their tensors as pieces of their own.
@@ -35,7 +34,7 @@ from ltx.core.training.train_state import TrainState
 from ltx.core.transforms.compare import bytes_of, values
 from ltx.core.transforms.strategy import LeafLayout
 from ltx.errors import CheckpointError, InputError, StepError
-from ltx.strategies.zero_parts import Shards
+from ltx.strategies.zero import Shards
 
 METADATA = ".metadata"
 
@@ -69,15 +68,13 @@ def name_on(rank: int, path: str) -> str:
 
 
 def owned(rank: int, pieces: Iterable[Piece]) -> list[Piece]:
-    """`pieces` under the names of `rank`'s own values."""
     return [replace(piece, name=name_on(rank, piece.name)) for piece in pieces]
 
 
 def check_state(what: str, state: Any) -> None:
     if not isinstance(state, TrainState):
         raise StepError(
-            f"{what}: the state is the ltx.TrainState of a train step, such as train.init(params), got "
-            f"{type(state).__name__}."
+            f"{what}: the state is the ltx.TrainState of a train step (train.init(params)), got {type(state).__name__}."
         )
     state.check_owned()
 
@@ -243,8 +240,6 @@ _ALLOWED = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler for DCP's metadata and nothing else."""
-
     def find_class(self, module: str, name: str) -> Any:
         if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)

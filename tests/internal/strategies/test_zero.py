@@ -15,7 +15,7 @@ from torch import Tensor
 import ltx
 from ltx import Precision, hooks
 from ltx.errors import StepError, StrategyError
-from ltx.strategies.zero_parts import MeanPart, Shards
+from ltx.strategies.zero import MeanPart, Shards
 from tests import train_on
 from tests.kinds import Params, Ranks
 
