@@ -1,8 +1,7 @@
 """debug_checks: ranks compare every call before it is issued.
 
 Inside it the ranks of an axis compare their calls on all channels through the store: the k-th call of one rank with the
-k-th calls of the others. So ranks that are at different calls find out at once. Without debug_checks a known signature
-isn't compared again.
+k-th calls of the others. So ranks that are at different calls find out at once. Else a known one isn't compared again.
 """
 
 from __future__ import annotations
@@ -131,15 +130,12 @@ def debug_checks(*, same_lines: bool = True) -> Iterator[None]:
 
     * known collectives in another order on some ranks, also where the backend would abort or hang; other arguments
       (`src`, `dim`, reductions), barriers of other names;
-    * the same operation on the same shapes, called from different lines: sums of different tensors of equal path and
-      shape;
+    * the same operation on the same shapes from different lines: sums of different tensors of equal path and shape;
     * a rank that calls more collectives than the others, or runs a backward pass that the others don't run: an error
       comes as soon as the others call something else or leave; if they never do, a timeout that names the last calls;
     * a rank that leaves by an exception while its peers go on;
     * parameters that aren't the same bits on every rank when a data-parallel step or a train step is called and
       gradients are wanted: the error names the leaf, the ranks, and the difference.
-
-    Without it, different orders are found late, by the digest in the next step's summary; others are never found.
 
     It doesn't see: calls inside compiled graphs, where no Python runs (they are compared as the graph is traced, if at
     all); different tensors summed by the same line, under the same path and shape; the issues of a hook; buffers of a

@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ltx.core.base import kernel
 from ltx.core.base.errors import DeadlockDetectedError, LtxError, PeerLostError
@@ -90,8 +90,6 @@ class Told:
 
 @dataclass(frozen=True)
 class Status:
-    """The state of a rank on one axis."""
-
     at: str = ""  # the place in the store at which the rank waits for its peers
     raised: Raised | None = None
     failed: Failed | None = None
@@ -184,10 +182,7 @@ def silent_of(records: Mapping[int, Record]) -> dict[int, str]:
     }
 
 
-@dataclass(frozen=True)
-class Waiter:
-    """A rank that waits on an axis."""
-
+class Waiter(NamedTuple):
     rank: int
     axis_name: str
     label: str
@@ -208,8 +203,7 @@ def diagnose(records: Mapping[int, Record], waiter: Waiter) -> LtxError | None:
             kind = PeerLostError if failed.lost else DeadlockDetectedError
             return made_of(kind(has_left(me, peer, failed.what, name, failed.why)), peer, failed.why)
         if (raised := status.raised) is not None and raised.call == waiter.call:
-            text = has_left(me, peer, raised.what, name, raised.why)
-            return made_of(DeadlockDetectedError(text), peer, raised.why)
+            return made_of(DeadlockDetectedError(has_left(me, peer, raised.what, name, raised.why)), peer, raised.why)
     ended = [peer for peer, status in peers.items() if status.ended]
     found = silent_of(records)
     if silent := [place for place, rank in enumerate(waiter.ranks) if rank in found and place != me]:

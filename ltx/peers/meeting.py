@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -30,9 +29,7 @@ _ANSWER_S = 30.0
 
 
 class Meeting(Watched):
-    """The ranks of a world that is being made: they exchange values here, and notice if a rank is lost. The axes of the
-    world use the same watcher later.
-    """
+    """Ranks that make a world exchange values, and notice if one is lost. The world's axes use the same watcher."""
 
     label = INIT
 
@@ -52,9 +49,7 @@ class Meeting(Watched):
     def __enter__(self) -> Meeting:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """The world is made, or has failed: the peers hear why, as the store may end with this process."""
         if error is not None and not self._told:
             self._failed = Failed(f"{type(error).__name__}: {error}".partition("\n")[0], lost=False)
@@ -81,9 +76,8 @@ class Meeting(Watched):
         for rank, status in of.items():
             if status.failed is not None and rank != self.world.rank:
                 self._told = True
-                raise WorldError(
-                    f"rank {self.world.rank}: rank {rank} couldn't make its part of the world: {status.failed.why}"
-                )
+                why = f"rank {rank} couldn't make its part of the world: {status.failed.why}"
+                raise WorldError(f"rank {self.world.rank}: {why}")
         made = [rank for rank, status in of.items() if status.ended]
         if lost := self.watcher.gone().difference(made, [self.world.rank]):
             who = ", ".join(map(str, sorted(lost)))

@@ -9,14 +9,12 @@ counter, however many ranks there are; all records are read when the counter has
 On each axis a rank checks the beats of the rank after it, and if that one is silent, the beats of all others. It tells
 which ranks it finds silent. So every rank learns of a silent rank, and no rank reads all beats.
 
-A rank that waits asks its watcher, not the store. Where a device waits, and the host with it, no thread asks: there the
-watcher aborts the device's collectives.
+A rank that waits asks its watcher, not the store. Where a device waits no thread asks: the watcher aborts collectives.
 
 The store may end first, with the launcher that held it. Then a broken connection still shows who is gone, and silence
 no longer does: waits end by their timeout. Calls to the store can block forever too, and are given up after one
 heartbeat timeout. Python computation doesn't stop the beats, but C code that holds Python's lock does. So a rank
-without a beat is silent only if the kernel says that its process is stopped or gone, or can't say it, as from another
-machine.
+without a beat is silent only if the kernel says that its process is stopped or gone, or can't, as on another machine.
 """
 
 from __future__ import annotations
@@ -130,7 +128,6 @@ class Watcher:
 
     @property
     def _pause_s(self) -> float:
-        """The interval between beats."""
         return min(0.5, self.heartbeat_s / 10)
 
     def shorten(self, heartbeat_s: float) -> None:
@@ -289,7 +286,6 @@ class Watcher:
             self._own.add("version", 1)
 
     def _read(self) -> None:
-        """Read all records if one of them has news."""
         version = self._own.add("version", 0)
         if version == self.version and not self.refresh:
             return
