@@ -1,7 +1,6 @@
 """The texts of failures: of one exception, with the user's frames, and of a call that failed on some ranks.
 
-Frames of ltx and of Python's own machinery say nothing about the user's mistake. They are left out, unless
-a traceback has no others.
+Frames of ltx and of Python's own machinery say nothing about the user's mistake: they are left out if there are others.
 """
 
 from __future__ import annotations

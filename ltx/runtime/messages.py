@@ -38,26 +38,25 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from itertools import accumulate
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
 
+from ltx.core.base.arguments import name_of
 from ltx.core.comm.pickling import TensorPickler
 from ltx.core.world.failures import is_installed
 from ltx.errors import WorkerError
 from ltx.runtime.show import ipython
 
 
-@dataclass(frozen=True)
-class Setup:
+class Setup(NamedTuple):
     """The settings that a worker takes over from the driver before its first call."""
 
     search_path: list[str]
@@ -66,8 +65,7 @@ class Setup:
     in_notebook: bool
 
 
-@dataclass(frozen=True)
-class Rendezvous:
+class Rendezvous(NamedTuple):
     """The port of the store that rank 0's worker hosts: rank 0 tells the driver, the driver tells the others."""
 
     port: int
@@ -77,39 +75,34 @@ class Ready:
     """The worker's world is up."""
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """Do a call. The function, ``(args, kwargs)`` and the sources of cells follow in the same message."""
 
     number: int
-    search_path: list[str] = field(default_factory=list)  # the driver's ``sys.path`` at the call
+    search_path: Sequence[str] = ()  # the driver's ``sys.path`` at the call
     inherited: bool = False  # the worker is a fork, which has the function already: nothing follows
 
 
-@dataclass(frozen=True)
-class Cancel:
+class Cancel(NamedTuple):
     """Give call `number` up: the worker raises KeyboardInterrupt in it."""
 
     number: int
 
 
-@dataclass(frozen=True)
-class At:
+class At(NamedTuple):
     """Where a call was when it was asked to give up. Sent before the call's answer, in case it never answers."""
 
     where: str
     raised: bool | None = None  # after a wait: whether KeyboardInterrupt was raised in the call
 
 
-@dataclass(frozen=True)
-class Renew:
-    """Take the world down and make a new one, the `count`-th: a call failed in the old one."""
+class Renew(NamedTuple):
+    """Take the world down and make a new one, the `number`-th: a call failed in the old one."""
 
-    count: int
+    number: int
 
 
-@dataclass(frozen=True)
-class Others:
+class Others(NamedTuple):
     """To a worker that isn't in call `number`, or has answered it: others are busy with it for long. 0: no longer."""
 
     number: int
@@ -123,16 +116,14 @@ class Idle(str):
     """How a worker's process ended while it had no call to do, in words."""
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """A call returned."""
 
     value: Any
     in_world: bool = True  # the call hasn't shut the world down, nor has an exception ended it
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """A call raised. The fields are text, so that they arrive whatever the exception holds."""
 
     type_name: str
@@ -154,8 +145,7 @@ _MAY_SHARE = hasattr(os, "memfd_create")
 class Message:
     """Pickled objects, and buffers with the memory of their tensors and arrays. It can be sent more than once.
 
-    Shared memory is allocated here and not in :meth:`send`: its lack is an OSError too, and :meth:`send` raises OSError
-    only when the other end is gone.
+    Shared memory is allocated here: its lack is an OSError, which :meth:`send` raises only if the other end is gone.
     """
 
     def __init__(self, pickled: bytes, buffers: Sequence[memoryview] = ()):
@@ -225,8 +215,8 @@ def receive(connection: Connection) -> Callable[[], Any]:
 class Pickler(TensorPickler):
     """cloudpickle's pickler; the memory of tensors and arrays becomes buffers of the message.
 
-    `main`: a notebook's globals. Its functions have the receiver's ``__main__`` as their globals, where the names that
-    they use (`uses`) come by themselves. `parts`: the modules and parameters that were pickled, by their ids.
+    `main`: a notebook's globals. Its functions have the receiver's ``__main__`` as theirs; `uses` are names they use.
+    `parts`: the modules and parameters that were pickled, by their ids.
     """
 
     def __init__(self, main: dict[str, Any] | None = None) -> None:
@@ -327,10 +317,6 @@ def search_path() -> list[str]:
     return [path or os.getcwd() for path in sys.path]
 
 
-def name_of(fn: Any) -> str:
-    return str(getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or fn)
-
-
 class _Pickler(Pickler):
     """The pickler of one call: until :meth:`unregister`, modules that workers can't import go by value."""
 
@@ -406,7 +392,6 @@ def _new_globals(number: int, said: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cached(fn: Callable[..., Any], parameters: dict[str, Any]) -> Any:
-    """`fn` with a new, empty cache."""
     return functools.lru_cache(**parameters)(fn)
 
 
@@ -479,7 +464,6 @@ class Modules:
         self._old: dict[Any, Any] = {}  # functions and classes of modules before a reload
 
     def note(self) -> None:
-        """Remember the files of newly imported modules."""
         for name in sys.modules.keys() - self._stamps.keys():
             file = getattr(sys.modules.get(name), "__file__", None) or ""
             self._stamps[name] = _stamp(file) if file.endswith(".py") and not is_installed(file) else None

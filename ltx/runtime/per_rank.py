@@ -82,8 +82,7 @@ class PerRank(Sequence[T], Generic[T]):
         Tensors on several devices are stacked on rank 0's device.
 
         Raises:
-            TreeError: the ranks' trees have different structures, or a leaf can't be stacked; the message names the
-                leaf's path and the rank.
+            TreeError: the ranks' trees have different structures, or a leaf can't be stacked; with its path and rank.
         """
         columns, paths, spec = self._columns()
         return optree.tree_unflatten(spec, [_stack(leaves, p) for leaves, p in zip(columns, paths, strict=True)])
@@ -92,8 +91,7 @@ class PerRank(Sequence[T], Generic[T]):
         """The value that all ranks have, after checking that it is the same bit for bit (NaN equals the same NaN).
 
         Raises:
-            ReplicaDivergedError: a rank's value differs from rank 0's; the message names the leaf's path, the rank and
-                the largest difference.
+            ReplicaDivergedError: a rank's value differs from rank 0's; with leaf's path, rank and largest difference.
             TreeError: the ranks' trees have different structures.
 
         Example:
@@ -108,9 +106,8 @@ class PerRank(Sequence[T], Generic[T]):
             for rank, leaf in enumerate(leaves):
                 if difference := _difference(leaves[0], leaf, rank):
                     raise ReplicaDivergedError(
-                        f"leaf {path!r} isn't the same on all {len(self)} ranks: {difference}. Use .rank(i) or "
-                        ".stack() for values that differ; parameters that should agree may have missed a "
-                        "synchronisation."
+                        f"leaf {path!r} isn't the same on all {len(self)} ranks: {difference}. Use .rank(i) or .stack()"
+                        " for values that differ; parameters that should agree may have missed a synchronisation."
                     )
         return self._values[0]
 
@@ -150,9 +147,7 @@ def _stack(leaves: list[Any], path: str) -> torch.Tensor:
         first = tensors[0] if tensors else tensor
         if tensor.is_meta != first.is_meta:
             meta, other = (rank, 0) if tensor.is_meta else (0, rank)
-            raise TreeError(
-                f"leaf {path!r} on rank {meta} is on the meta device, and rank {other}'s isn't. Use .rank(i)."
-            )
+            raise TreeError(f"leaf {path!r} on rank {meta} is on the meta device, rank {other}'s isn't. Use .rank(i).")
         if tensor.shape != first.shape or tensor.dtype != first.dtype:
             raise TreeError(
                 f"leaf {path!r} can't be stacked: rank 0 has {describe(first)}, rank {rank} has {describe(tensor)}. "
@@ -174,10 +169,8 @@ def _difference(first: Any, other: Any, rank: int) -> str:
             return ""
         wide = torch.complex128 if a.is_complex() else torch.float64
         apart = (a.to(wide).reshape(-1) - b.to(wide).reshape(-1)).abs()[unequal].max().item()
-        return (
-            f"rank {rank} differs from rank 0 in {int(unequal.sum())} of {a.numel()} elements of {describe(a)}, by "
-            f"{apart:.3g} at most"
-        )
+        some = f"{int(unequal.sum())} of {a.numel()} elements of {describe(a)}"
+        return f"rank {rank} differs from rank 0 in {some}, by {apart:.3g} at most"
     return "" if _same(first, other) else f"rank 0 has {first!r}, rank {rank} has {other!r}"
 
 

@@ -3,8 +3,7 @@
 The workers are one world: collectives work in the function. After a failure, a timeout or an interrupt some ranks may
 still be inside a collective, and ranks may have issued different numbers of collectives. So the ranks that are still
 busy are asked to give up (KeyboardInterrupt is raised in them), and before the next run all make a new world; what they
-keep in their modules and cells is still there. Only if a worker is gone, or doesn't give up, all workers are ended, and
-the next run starts new ones.
+keep in their modules and cells is still there. If a worker is gone, or doesn't give up, the next run has new workers.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from contextlib import closing
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from ltx.core.base.arguments import brief, checked, seconds, whole
+from ltx.core.base.arguments import brief, checked, name_of, seconds, whole
 from ltx.core.base.readable import Table
 from ltx.core.world.launchers import POOL_VARIABLE
 from ltx.core.world.world import cores
 from ltx.errors import ArgumentError, CallInterruptedError, WorkerError
 from ltx.runtime.failures import failure_error, what_became_of_workers
-from ltx.runtime.messages import Call, Failure, Message, Result, name_of, pack, pack_call
+from ltx.runtime.messages import Call, Failure, Message, Result, pack, pack_call
 from ltx.runtime.per_rank import PerRank
 from ltx.runtime.worker import StartMethod, starter
 from ltx.runtime.worker_group import WorkerGroup, collect
@@ -132,8 +131,7 @@ class Pool:
         all workers, also those that wait in a collective.
 
         Args:
-            fn: the function. Globals that it assigns are lost at the next call; what it stores in an imported module
-                stays.
+            fn: the function. Globals that it assigns are lost at the next call; what an imported module holds stays.
             args: its arguments, the same on every rank.
             timeout_s: how long the run may take; None is the pool's own limit.
             kwargs: its keyword arguments.
@@ -151,14 +149,8 @@ class Pool:
         return PerRank(self._call(range(self._size), fn, args, kwargs, timeout_s))
 
     def _call(
-        self,
-        ranks: Sequence[int],
-        fn: Callable[..., T],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        timeout_s: timedelta | float | None,
+        self, ranks: Sequence[int], fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: Any
     ) -> list[T]:
-        """What `fn` returns on `ranks`."""
         __tracebackhide__ = True
         if not callable(fn):
             raise ArgumentError(f"ltx.Pool: what workers run must be a function, got {brief(fn)}.")
@@ -167,8 +159,7 @@ class Pool:
                 raise WorkerError(f"this {self!r} can't run {name_of(fn)}. Make a new one: ltx.Pool({self._size}).")
             if self._workers is not None and not self._workers.is_ours:
                 raise WorkerError(
-                    f"this ltx.Pool was started by another process than {os.getpid()}, which is a fork of that one. "
-                    "Make a pool of its own in the fork."
+                    f"this ltx.Pool was started by the process of which {os.getpid()} is a fork. Make one in the fork."
                 )
             self._calls += 1
             limit_s = self._timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
@@ -257,20 +248,17 @@ def launch(
             ``if __name__ == "__main__"`` isn't needed.
             "fork": copies of this process, which start at once. They have `fn` and what it refers to without pickling.
             Refused if CUDA or torch.distributed is initialised.
-            "spawn", "forkserver": those of multiprocessing, which import the main script again: guard it by ``if
-            __name__ == "__main__"``.
+            "spawn", "forkserver": multiprocessing's, which import the script; guard it: ``if __name__ == "__main__"``.
         timeout: how long the call may take: seconds or a timedelta; None is without limit.
         threads: the number of threads that each process computes on; None is ``OMP_NUM_THREADS`` if that is set, else
-            an equal share of the processors. A fork computes on one thread: OpenMP hangs in a fork of a process that
-            has used it.
+            an equal share of the processors. A fork computes on one thread: OpenMP would hang if it was used before.
         strategy: its ``start_method`` is used if `start_method` is left out.
 
     Returns:
         A list of what `fn` returned, by rank.
 
     Raises:
-        CallFailedError: (a WorkerError) `fn` raised; the error tells of the first rank that failed. The others are
-            cancelled.
+        CallFailedError: (a WorkerError) `fn` raised; it tells of the first rank that failed. Others are cancelled.
         CallTimeoutError: (a WorkerError and TimeoutError) the call took too long.
         WorkerError: the processes don't start, or this process is itself a worker.
 

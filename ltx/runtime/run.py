@@ -72,13 +72,8 @@ _HELP = {
 
 def _parser() -> argparse.ArgumentParser:
     ranks, all_others = argparse.ArgumentParser(add_help=False), torchrun.get_args_parser()
-    ranks.add_argument(
-        "-n",
-        dest="nproc_per_node",
-        metavar="N",
-        default=argparse.SUPPRESS,
-        help="ranks on this machine: a number, or auto, cpu, gpu (default: 1)",
-    )
+    what = "ranks on this machine: a number, or auto, cpu, gpu (default: 1)"
+    ranks.add_argument("-n", dest="nproc_per_node", metavar="N", default=argparse.SUPPRESS, help=what)
     for action in all_others._actions:
         action.help = _HELP.get(action.dest, argparse.SUPPRESS)
     parser = _Parser(

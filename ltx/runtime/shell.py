@@ -102,9 +102,8 @@ def started() -> RankShell:
     if InteractiveShell.initialized():  # this worker is a fork of the notebook, and has the notebook's shell
         type(InteractiveShell.instance()).clear_instance()
     main = sys.modules["__main__"]
-    shell: RankShell = RankShell.instance(
-        config=Config({"HistoryManager": {"enabled": False}}), user_module=main, user_ns=vars(main)
-    )
+    config = Config({"HistoryManager": {"enabled": False}})
+    shell: RankShell = RankShell.instance(config=config, user_module=main, user_ns=vars(main))
     shell.builtin_trap.activate()  # functions in imported modules may call display() and get_ipython() too
     # The notebook has removed leading lines already; removing more would shift the line numbers of tracebacks.
     shell.input_transformer_manager.cleanup_transforms.remove(leading_empty_lines)
@@ -133,16 +132,8 @@ def finish() -> None:
 
 
 class _Publisher(DisplayPublisher):
-    """Sends displays to the driver."""
-
-    def publish(  # type: ignore[override]
-        self,
-        data: dict[str, Any],
-        metadata: dict[str, Any] | None = None,
-        *,
-        transient: dict[str, Any] | None = None,
-        update: bool = False,
-        **_: Any,
+    def publish(
+        self, data: Any, metadata: Any = None, source: Any = "", *, transient: Any = None, update: Any = False, **_: Any
     ) -> None:
         show.deliver(show.Display(data, metadata or {}, (transient or {}).get("display_id"), update))
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Generic, TextIO, TypeVar
+from typing import Any, Generic, NamedTuple, TextIO, TypeVar
 
 from ltx.core.base.arguments import checked
 from ltx.core.base.readable import Curves, Shown, Table, format_seconds
@@ -53,8 +53,7 @@ class Display:
             write("stdout", f"{label}{self.bundle['text/plain']}\n")
 
 
-@dataclass(frozen=True)
-class Cleared:
+class Cleared(NamedTuple):
     """``clear_output``: a rank's displays are removed; with `wait`, only when it shows the next one."""
 
     wait: bool
@@ -304,8 +303,6 @@ class LiveLine:
 
 
 class Bar(LiveLine, Shown):
-    """One bar for all ranks, in the driver, which draws it."""
-
     _WIDTH = 30
 
     def __init__(self, ranks: list[Reached]) -> None:
@@ -357,15 +354,13 @@ _PAUSE_S = 0.05
 _POINTS = 400
 
 
-@dataclass(frozen=True)
-class Printed:
-    """Whole lines that a rank has printed."""
+class Printed(NamedTuple):
+    """Whole lines that a rank has printed; `rank` is None if all have printed the same."""
 
     stream: str
     text: str
 
     def shown(self, rank: int | None, size: int, drawn: dict[Any, Any]) -> None:
-        """Print them; `rank` is None if all have printed the same."""
         text, key = self.text, _key(self.stream, rank)
         prints = {r for r, area in drawn.items() if isinstance(area, Area) and area.prints}
         if rank is None and any(r in prints or _key(self.stream, r) in drawn for r in range(size)):
@@ -381,8 +376,7 @@ class Printed:
             write(self.stream, labelled(text, rank))
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """The newest text of a line that is being overwritten, as tqdm does. The next printed text ends the line."""
 
     stream: str

@@ -100,7 +100,7 @@ def serve(connection: Connection, inherited: Inherited | None = None) -> None:
             return
         if isinstance(message, messages.Renew):
             try:
-                renew(message.count)
+                renew(message.number)
                 loop.send(messages.Ready())
             except Exception as error:
                 loop.send(failure_of(error))
@@ -139,9 +139,7 @@ _DEAF_S = 1.0
 
 
 class _WorkerLoop:
-    """Reads the driver's messages, runs its calls, and sends the answers."""
-
-    def __init__(self, connection: Connection, inherited: Inherited | None, search_path: list[str]):
+    def __init__(self, connection: Connection, inherited: Inherited | None, search_path: Sequence[str]):
         self._inherited, self._search_path = inherited, search_path
         self.inbox: SimpleQueue[tuple[Any, Callable[[], Any]]] = SimpleQueue()
         self.running: int | None = None  # the number of the call that runs
@@ -305,8 +303,6 @@ serve(Connection(int(sys.argv[1])))"""
 
 
 class Process(NamedTuple):
-    """A process that this one has started."""
-
     pid: int
     # ended(timeout_s): the exit status, negative for a signal; None if the process is still running then.
     ended: Callable[[float | None], int | None]
@@ -408,16 +404,9 @@ def worker_environment(rank: int, size: int, threads: int) -> dict[str, str]:
     # The driver's TORCHELASTIC_ variables are about the driver's own store.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
     environment.setdefault(KEY, _OWN_KEY)
-    environment |= {
-        POOL_VARIABLE: str(size),
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(size),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "OMP_NUM_THREADS": str(threads),
-    }
+    environment |= dict.fromkeys((POOL_VARIABLE, "WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size))
+    environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    environment |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "OMP_NUM_THREADS": str(threads)}
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
     if 0 < accelerators()[1] < size:

@@ -131,7 +131,6 @@ class WorkerGroup:
         self.failed = False
 
     def exit_text(self, rank: int) -> str:
-        """How the process of a rank ended, in words."""
         code = self._processes[rank].ended(_STOP_GRACE_S)
         if code is None:
             return "closed its connection to the driver"
@@ -204,21 +203,18 @@ class WorkerGroup:
                     "start_timeout_s, or look for what loads this one."
                 )
             for rank, message in answers.items():
+                who = f"the worker of rank {rank} of {self.size}"
                 if isinstance(message, messages.Rendezvous):
                     for other in range(1, self.size):
                         self.send(other, pack(message))
                 elif isinstance(message, messages.Ready):
                     waiting.discard(rank)
                 elif isinstance(message, Failure):
-                    raise WorkerError(
-                        f"the worker of rank {rank} of {self.size} failed to {to}: {message.type_name}: "
-                        f"{message.message}\n\n{message.traceback_text}"
-                    )
+                    told = f"{message.type_name}: {message.message}\n\n{message.traceback_text}"
+                    raise WorkerError(f"{who} failed to {to}: {told}")
                 else:
-                    raise WorkerError(
-                        f"the worker of rank {rank} of {self.size} {message} when it was to {to}. What it wrote to "
-                        f"stderr says more; `{sys.executable} -c 'import ltx'` should work."
-                    )
+                    says_more = f"What it wrote to stderr says more; `{sys.executable} -c 'import ltx'` should work."
+                    raise WorkerError(f"{who} {message} when it was to {to}. {says_more}")
 
 
 def _end(owner: int, processes: list[Process], connections: list[Connection], output: Output, grace_s: float) -> None:
@@ -298,8 +294,7 @@ def _give_up(workers: WorkerGroup, number: int, waiting: set[int], answers: dict
             told = True
             print(
                 f"ltx: {'; '.join(f'rank {rank} {told_where(said[rank])}' for rank in deaf)}. Unless they end within "
-                f"{end - time.monotonic():.0f} s, all workers are ended, and what they have kept is lost. "
-                "ltx.Pool(grace_s=60) waits for longer.",
+                f"{end - time.monotonic():.0f} s, all workers end, and what they keep is lost: see ltx.Pool(grace_s=).",
                 file=sys.stderr,
                 flush=True,
             )
@@ -370,8 +365,7 @@ class Output:
 
     def due_s(self) -> float:
         """In how many seconds something has to be printed, or looked at."""
-        waits = (held[0][0] + _ALIKE_S - time.monotonic() for held in self._held if held)
-        return max(0.01, min([_LOOK_S, *waits]))
+        return max(0.01, min([_LOOK_S, *(held[0][0] + _ALIKE_S - time.monotonic() for held in self._held if held)]))
 
     def show(self, *, wait: bool = True, finish: bool = False) -> None:
         """Print whole lines, those of all ranks once; `wait`: others wait a moment; `finish`: unfinished lines too."""
