@@ -25,16 +25,13 @@ class Adasum(CommHook):
     """The adaptive sum of the ranks' gradients, parameter by parameter: :func:`ltx.adasum` in a step.
 
     Each rank sends 2(n-1)/n of a bucket, as for the mean, and at most 48 n bytes for each parameter in it. The adaptive
-    sum lies between mean and sum, nearer to the sum the more ranks disagree; the paper keeps the learning rate of one
-    worker.
+    sum lies between mean and sum, nearer to the sum the more ranks disagree; the paper keeps one worker's rate.
 
     The result isn't the gradient of any loss: its derivatives raise :class:`ltx.errors.UnsupportedError`
-    (:func:`ltx.adasum` is differentiable). Horovod instead takes the adaptive sum of the optimizers' updates:
-    ``HorovodStrategy(op="adasum")``.
+    (:func:`ltx.adasum` is differentiable). Horovod takes that of optimizers' updates: ``HorovodStrategy(op="adasum")``.
 
     Args:
-        dtype: the floating dtype in which wider gradients are sent and combined; None keeps their own. Products and
-            norms are always computed in float64.
+        dtype: the floating dtype in which wider gradients are sent and combined (None: their own); norms in float64.
 
     Raises:
         AxisError: in a step, the number of ranks isn't a power of two.
@@ -57,18 +54,14 @@ class Adasum(CommHook):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dtype not in _DTYPES:
-            raise StrategyError(
-                f"Adasum.dtype must be a real floating dtype of torch or None, got {brief(self.dtype)}."
-            )
+            raise StrategyError(f"Adasum.dtype must be a real floating dtype or None, got {brief(self.dtype)}.")
 
     def phases(self, axis_size: int) -> int:
         return 2 * collectives.Halving.levels(axis_size) + 1
 
     def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
         if dtype.is_complex:
-            raise StrategyError(
-                f"{self!r} combines real gradients, and a parameter is {dtype}: see torch.view_as_real."
-            )
+            raise StrategyError(f"{self!r} combines real gradients, a parameter is {dtype}: see torch.view_as_real.")
         narrow = dtype if self.dtype is None or dtype.itemsize <= self.dtype.itemsize else self.dtype
         return Packing(narrow, 1.0, None)
 
@@ -86,15 +79,13 @@ class Adasum(CommHook):
             products = _products(halving, a, b, level) if plain else halving.products(a, b, level)
             summed = yield CollectiveRequest("psum", products)
             piece = _combined(halving, a, b, summed, level) if plain else halving.combined(a, b, summed, level)
-        rows = yield CollectiveRequest("all_gather", piece[0])
-        return halving.joined(rows), inputs.states
+        return halving.joined((yield CollectiveRequest("all_gather", piece[0]))), inputs.states
 
 
 # --- on the CPU, eagerly: in pieces that stay in the cache -----------------------------------------------------------
 
 
 def _products(halving: collectives.Halving, a: torch.Tensor, b: torch.Tensor, level: int) -> torch.Tensor:
-    """As :meth:`Halving.products`, piece by piece."""
     sums = [[0.0, 0.0, 0.0] for _ in halving.sizes]
     a, b = a.view(-1), b.view(-1)
     memory = torch.empty((2, min(_PIECE, a.numel())), dtype=torch.float64, device="cpu")

@@ -85,7 +85,7 @@ def _places(patterns: tuple[str, ...], paths: tuple[str, ...], part: bool) -> li
     if left:
         missing = [paths[place] for place in left]
         raise StrategyError(
-            f"hooks.partition: no pattern fits {', '.join(missing[:6])}{', ...' if len(missing) > 6 else ''}. Give the "
+            f"hooks.partition: no pattern fits {', '.join(missing[:6])}{', ...' * (len(missing) > 6)}. Give the "
             'rest a hook: {..., "*": hooks.AllReduce()}.'
         )
     return found
@@ -100,8 +100,7 @@ def partition(hooks: Mapping[str, CommHook]) -> Partition:
     Args:
         hooks: {pattern of paths: hook}. Patterns are those of :mod:`fnmatch`, such as ``"*.norm.*"``; the first pattern
             that matches a path counts. Paths are those in errors and in ``module.named_parameters()``. To choose by
-            shape: ``{name: ltx.hooks.PowerSGD() if p.ndim == 2 else ltx.hooks.BF16() for name, p in
-            module.named_parameters()}``.
+            shape: ``{name: PowerSGD() if p.ndim == 2 else BF16() for name, p in module.named_parameters()}``.
 
     Raises:
         StrategyError: `hooks` isn't such a dict, or a hook issues collectives of its own (:func:`from_torch`); in a
@@ -119,9 +118,6 @@ def partition(hooks: Mapping[str, CommHook]) -> Partition:
         raise StrategyError(f"hooks.partition expected hooks by pattern, got {brief(hooks)}.")
     for pattern, hook in hooks.items():
         if not isinstance(pattern, str) or not isinstance(hook, CommHook):
-            raise StrategyError(
-                f"hooks.partition expected an ltx.hooks.CommHook for a pattern of paths, got {brief(hook)} for "
-                f"{brief(pattern)}."
-            )
+            raise StrategyError(f"hooks.partition expected hooks by pattern, got {brief(hook)} for {brief(pattern)}.")
         needs.require("partition, hook", hook)
     return Partition(tuple(hooks), tuple(hooks.values()))

@@ -216,10 +216,8 @@ class Chain(LossyHook):
         return packing
 
     def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
-        if isinstance(self.hook, LossyHook):
-            sending = self.hook.send(inputs, feedback=feedback)
-        else:
-            sending = _send_all(self.hook, inputs)
+        hook = self.hook
+        sending = hook.send(inputs, feedback=feedback) if isinstance(hook, LossyHook) else _send_all(hook, inputs)
 
         def answer(request: CollectiveRequest) -> Any:
             if request.operation != "psum" or not request.buffer.is_floating_point():
@@ -250,9 +248,7 @@ def _send_all(hook: CommHook, inputs: BucketInput) -> Compression:
 
     def answer(request: CollectiveRequest) -> Any:
         if sums:
-            raise StrategyError(
-                f"chain: {hook!r} asks for several sums, and so must be a hooks.LossyHook to be chained."
-            )
+            raise StrategyError(f"chain: {hook!r} asks for several sums, so it must be a hooks.LossyHook.")
         sums.append((request, request.buffer.clone()))
         return (yield request)
 
@@ -269,8 +265,7 @@ def chain(hook: CommHook, *inner: CommHook) -> CommHook:
 
     Args:
         hook: a hook that asks for sums: AllReduce, FP16, BF16, RandomK, PowerSGD, BatchedPowerSGD, or a chain of them.
-        inner: hooks that keep no state. With error feedback (in `hook`, or around the chain) their losses are fed back
-            too.
+        inner: hooks that keep no state. Error feedback, in `hook` or around the chain, feeds their losses back too.
 
     Raises:
         StrategyError: these hooks can't be combined in this way.

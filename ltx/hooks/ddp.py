@@ -1,5 +1,4 @@
-"""Hooks of DistributedDataParallel.register_comm_hook: from_torch runs torch's hooks in steps of ltx, to_torch runs
-hooks of ltx in DDP.
+"""Hooks of DistributedDataParallel: from_torch runs torch's hooks in steps of ltx, to_torch runs hooks of ltx in DDP.
 
 A hook of torch's issues its own collectives, also in callbacks, whose order between buckets differs between ranks. So
 ltx waits for each bucket's future before it gives the hook the next bucket, once all gradients are there.
@@ -26,7 +25,7 @@ from ltx.extend import (
     Packing,
     Pending,
     Reduction,
-    arguments,
+    brief,
     buffers,
     comm,
     needs,
@@ -83,16 +82,14 @@ class FromTorch(CommHook):
 
     def __post_init__(self) -> None:
         if not callable(self.hook):
-            raise HookError(
-                f"from_torch takes a function (state, bucket) -> Future[Tensor], got {type(self.hook).__name__}."
-            )
+            kind = type(self.hook).__name__
+            raise HookError(f"from_torch takes a function (state, bucket) -> Future[Tensor], got {kind}.")
         if self._name.rpartition(".")[2] in ("bf16_compress_hook", "bf16_compress_wrapper_hook"):
             nccl = dist.is_nccl_available() and torch.cuda.nccl.version() >= (2, 10)
             # DDP has the same condition for these two hooks
             if not ((torch.version.cuda or torch.version.hip) and nccl):
                 raise HookError(
-                    f"{self!r} needs CUDA 11 and NCCL 2.10 at least, here as under DistributedDataParallel. "
-                    "ltx.hooks.BF16() works everywhere."
+                    f"{self!r} needs CUDA 11 and NCCL 2.10, as under DDP. ltx.hooks.BF16() works everywhere."
                 )
 
     @property
@@ -157,8 +154,7 @@ class FromTorch(CommHook):
             whose = "the default process group" if group is None else "the process group of its state"
             raise AxisError(
                 f"rank {axis_comm.rank}: {self!r} communicates with ranks {theirs} of {whose}, but axis {axis.name!r} "
-                f"has ranks {ours}. Give the hook's state a process group over the axis' ranks, or use the axis of "
-                "that group."
+                f"has ranks {ours}. Give the hook's state a process group over these, or use the axis of that group."
             )
         return axis_comm
 
@@ -201,8 +197,7 @@ def from_torch(hook: TorchHook, state: Any = None) -> FromTorch:
             vmap between processes; and if the hook asks for the bucket's parameters.
         AxisError: the hook's process group doesn't have the axis' ranks.
         StrategyError: the hook doesn't give a future that holds a tensor of the bucket's size.
-        DeadlockDetectedError: a peer has failed in its hook. Later steps raise it too, since the collectives on the
-            hook's process group no longer match.
+        DeadlockDetectedError: a peer has failed in its hook. Later steps raise it too: collectives no longer match.
 
     Errors of the hook itself are raised unchanged, and end the backward pass on all ranks.
 
@@ -242,10 +237,7 @@ class ToTorch:
         if not isinstance(hook, CommHook):
             raise HookError(f"to_torch takes an ltx.hooks.CommHook, got {type(hook).__name__}.")
         if not (names is None or isinstance(names, Mapping | DistributedDataParallel)):
-            raise HookError(
-                "to_torch: names must be None, a DistributedDataParallel or its named parameters, got "
-                f"{arguments.shown(names)}."
-            )
+            raise HookError(f"to_torch: names must be None, a DDP or its named parameters, got {brief(names)}.")
         needs.require("bucket of DDP, hook", hook, "", hook.each((), part=True) is None)
         self.hook = hook
         self.step = 0
@@ -308,8 +300,7 @@ class ToTorch:
         buffer, grads = bucket.buffer(), bucket.gradients()
         if buffer.layout != torch.strided:
             raise UnsupportedError(
-                f"{self!r}: bucket {bucket.index()} holds a sparse gradient, which has no flat buffer. Use "
-                "torch.nn.Embedding(sparse=False)."
+                f"{self!r}: bucket {bucket.index()} holds a sparse gradient. Use torch.nn.Embedding(sparse=False)."
             )
         names = [self._name(param) for param in bucket.parameters()]
         hook = self.hook.at(self.step)
@@ -320,16 +311,12 @@ class ToTorch:
         on = cast(comm.AxisComm, now.axis.comm)
         # Ranks must have equal buckets and hooks: they compare each new bucket.
         last, state_names = bucket.is_last(), sorted({name for state in states for name in state})
-        on.negotiate_issue(
-            on.first_phase,
-            ("to_torch", hook, tuple(names), mine, tuple(state_names), last),
-            lambda: comm.Signature.of(
-                f"bucket {mine.index} of DistributedDataParallel",
-                names,
-                grads,
-                f"{hook!r} with states {state_names}{', the last bucket' if last else ''}",
-            ),
-        )
+
+        def describe() -> comm.Signature:
+            how = f"{hook!r} with states {state_names}{', the last bucket' if last else ''}"
+            return comm.Signature.of(f"bucket {mine.index} of DistributedDataParallel", names, grads, how)
+
+        on.negotiate_issue(on.first_phase, ("to_torch", hook, tuple(names), mine, tuple(state_names), last), describe)
         phases = hook.phases
         on.open_phases(phases(on.size) if callable(phases) else phases)
         # DDP doesn't divide a GradBucket. Packing copies, since the buffer is DDP's.
@@ -372,8 +359,7 @@ class ToTorch:
         """Go on from a dict of :meth:`state_dict`. Parameters that aren't in the dict begin with new state.
 
         Raises:
-            SyncStateError: the argument isn't such a dict, or has parameters that aren't in `names`; or, at the next
-                step, its tensors don't fit the hook.
+            SyncStateError: it isn't such a dict, or has parameters not in `names`; at the next step: it doesn't fit.
         """
         if not isinstance(state_dict, Mapping) or set(state_dict) != {"step", "params"}:
             keys = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
@@ -384,8 +370,7 @@ class ToTorch:
         unknown = sorted(set(state_dict["params"]) - known) if self._named else []
         if unknown:
             raise SyncStateError(
-                f"{self!r}: the state is of parameters {unknown}, which aren't among names={sorted(known)}. Give both "
-                "the same names."
+                f"{self!r}: the state is of parameters {unknown}, which aren't among names={sorted(known)}."
             )
         self.step = state_dict["step"]
         self._states = {}
@@ -404,8 +389,7 @@ def _checked(name: str, fresh: LeafState, loaded: LeafState) -> LeafState:
 
     if kinds(fresh) != kinds(loaded):
         raise SyncStateError(
-            f"the state of parameter {name!r}: expected {kinds(fresh)}, got {kinds(loaded)} from load_state_dict. Load "
-            "a state of the same hook and model, or begin with a new to_torch."
+            f"the state of parameter {name!r}: expected {kinds(fresh)}, got {kinds(loaded)}, of another hook or model."
         )
     return {key: tensor.to(fresh[key].device) for key, tensor in loaded.items()}
 
@@ -429,8 +413,7 @@ def to_torch(hook: CommHook, names: Mapping[str, torch.Tensor] | DistributedData
 
     Returns:
         A :class:`ToTorch`. It holds the hook's state and changes with each backward pass; ``state_dict()`` and
-        ``load_state_dict(...)`` save it in a checkpoint, with a dict for each rank. DDP gets reduced gradients, and
-        doesn't divide them.
+        ``load_state_dict(...)`` save it in a checkpoint, with a dict for each rank. DDP doesn't divide what it gets.
 
     Raises:
         HookError: (a TypeError) `hook` isn't an ltx.hooks.CommHook.

@@ -122,8 +122,7 @@ class EightBitHook(CompressedAllReduce):
             return rows
         grid, start = from_message(messages, 0, 2 * count, dtype)
         centre, step = (part.reshape(-1, 1) for part in grid.split(count, 1))
-        codes = from_message(messages, start, m, torch.int8)[0].to(dtype).view(k * count, -1)
-        scaled = codes.mul_(step)
+        scaled = from_message(messages, start, m, torch.int8)[0].to(dtype).view(k * count, -1).mul_(step)
         # A compiler may fuse scaled + centre into one rounding, after which 0 isn't decoded as 0. `scaled - scaled`
         # instead of zeros, since an infinite range must give NaN.
         return torch.where(scaled == -centre, scaled - scaled, scaled + centre).view(k, m)
@@ -163,8 +162,7 @@ class EightBitHook(CompressedAllReduce):
 
 
 def _extremes(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    # The extremes pass NaN on, so that the grid and everything decoded from it are NaN. Along a dimension aminmax takes
-    # twenty times as long as amin and amax.
+    # The extremes pass NaN on to all that is decoded. Along a dimension aminmax takes 20 times as long as amin, amax.
     if groups.shape[1] >= buffers.CHUNK and buffers.is_plain(groups):
         low, high = map(torch.stack, zip(*(group.aminmax() for group in groups), strict=True))
         return low.view(-1, 1), high.view(-1, 1)
@@ -179,7 +177,6 @@ def _step(low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def _around_zero(low: torch.Tensor, high: torch.Tensor) -> Grid:
-    """Bagua's grid, for ranges that contain 0."""
     half = high / 2 - low / 2  # high - low may overflow
     inverse = 127.5 / torch.where(half >= 1275 * _BAGUA_EPSILON, half + _BAGUA_EPSILON / 2, half)
     inverse = inverse.clamp(max=torch.finfo(low.dtype).max)
@@ -296,8 +293,7 @@ class QSGD(CompressedAllReduce):
         if self.error_feedback and self.block >= self.levels**2:
             raise StrategyError(
                 f"QSGD(levels={self.levels}, block={self.block}) with error feedback: in blocks of levels^2 = "
-                f"{self.levels**2} numbers or more, rounding may lose more than the numbers, and the residual would "
-                "grow without bound. Use shorter blocks, or leave error feedback out."
+                f"{self.levels**2} or more the residual may grow without bound. Use shorter ones, or no feedback."
             )
 
     def multiple(self) -> int:

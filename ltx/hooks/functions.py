@@ -54,7 +54,6 @@ class FromFunctions(LossyHook):
         return CompressionResult(total, lambda: cast(Tensor, mine), inputs.states)
 
     def _compressed(self, flat: Tensor) -> tuple[Any, tuple[Tensor, ...]]:
-        """What `compress` returns, as it is and as a tuple."""
         given = self.compress(flat)
         parts = given if isinstance(given, tuple) else (given,)
         if not parts or not all(isinstance(part, Tensor) for part in parts):
@@ -65,9 +64,7 @@ class FromFunctions(LossyHook):
         found = self.decompress(compressed, like.numel())
         if not isinstance(found, Tensor) or found.shape != like.shape or not found.is_floating_point():
             got = tree.describe(found) if isinstance(found, Tensor) else brief(found)
-            raise StrategyError(
-                f"{self!r}: decompress must return {tree.describe(like)}, as compress was given, got {got}."
-            )
+            raise StrategyError(f"{self!r}: decompress must return {tree.describe(like)}, as compress got, not {got}.")
         return found.to(like.dtype)
 
     def __repr__(self) -> str:
@@ -107,8 +104,7 @@ def from_functions(compress: Compress, decompress: Decompress, *, error_feedback
         error_feedback: keep what isn't sent for the next step.
 
     Raises:
-        ltx.errors.StrategyError: the arguments aren't functions of these arguments; in a step, one returns something
-            else.
+        ltx.errors.StrategyError: the arguments aren't such functions; in a step, one returns something else.
     """
     if not callable(compress) or not callable(decompress):
         raise StrategyError(f"hooks.from_functions takes two functions, got {brief(compress)} and {brief(decompress)}.")
@@ -128,6 +124,5 @@ def _check_takes(role: str, function: Callable[..., Any], *names: str) -> None:
     except TypeError:
         raise StrategyError(
             f"hooks.from_functions calls {role}({', '.join(names)}), and {arguments.name_of(function)} takes "
-            f"{signature}. Write compress = lambda vector: ..., and decompress = lambda message, numel: ..., where "
-            "numel is the length of the vector that it returns."
+            f"{signature}. Write compress = lambda vector: ..., and decompress = lambda message, numel: ..."
         ) from None

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, cast
 
 import torch
+from torch import Tensor
 
 from ltx.errors import StrategyError
 from ltx.extend import Bucket, BucketInput, CollectiveRequest, CommHook, LeafState, Packing, Reduction, buffers, comm
@@ -39,18 +40,18 @@ RESIDUAL = "residual"
 class CompressionResult(NamedTuple):
     """What a lossy hook has sent of a share, and what it got."""
 
-    total: torch.Tensor  # the sum over ranks of what they sent
-    own: Callable[[], torch.Tensor]  # returns this rank's part of `total`, in new memory
+    total: Tensor  # the sum over ranks of what they sent
+    own: Callable[[], Tensor]  # returns this rank's part of `total`, in new memory
     states: Sequence[LeafState]  # the next states
     # Returns what is left of the share, in the share's memory. If None, that is the share minus ``own()``.
-    remainder: Callable[[torch.Tensor], torch.Tensor] | None = None
+    remainder: Callable[[Tensor], Tensor] | None = None
     finite: bool = False  # whether what is left is known to be finite
 
 
 #: Yields requests as a Reduction does, and returns a CompressionResult.
-Compression = Generator[CollectiveRequest, torch.Tensor, CompressionResult]
+Compression = Generator[CollectiveRequest, Tensor, CompressionResult]
 #: The same, but returns (CompressionResult, what is left of the share).
-CompressionWithRemainder = Generator[CollectiveRequest, torch.Tensor, tuple[CompressionResult, torch.Tensor]]
+CompressionWithRemainder = Generator[CollectiveRequest, Tensor, tuple[CompressionResult, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class LossyHook(CommHook):
     def state_names(self) -> tuple[str, ...]:
         return (RESIDUAL,) if self.error_feedback else ()
 
-    def init(self, param: torch.Tensor, path: str = "") -> LeafState:
+    def init(self, param: Tensor, path: str = "") -> LeafState:
         if not self.error_feedback:
             return {}
         return {RESIDUAL: torch.zeros_like(param, dtype=self.packing(param.dtype, 1).dtype).contiguous()}
@@ -80,8 +81,7 @@ class LossyHook(CommHook):
                 f"{self!r} compresses real gradients, and a parameter is {dtype}. Use hooks.AllReduce() for a model "
                 "with complex parameters, or keep their real and imaginary parts apart (torch.view_as_real)."
             )
-        wide = torch.float32 if dtype.itemsize < 4 else dtype
-        packing = Packing(wide, 1.0 / axis_size, 1.0 / axis_size)
+        packing = Packing(torch.float32 if dtype.itemsize < 4 else dtype, 1.0 / axis_size, 1.0 / axis_size)
         return packing._replace(terms=_residual) if self.error_feedback else packing
 
     def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
@@ -104,20 +104,20 @@ class LossyHook(CommHook):
         return sent.total, with_residuals(sent.states, left if sent.finite else finite(left), inputs.bucket)
 
 
-def with_residuals(states: Sequence[LeafState], left: torch.Tensor, bucket: Bucket) -> list[LeafState]:
+def with_residuals(states: Sequence[LeafState], left: Tensor, bucket: Bucket) -> list[LeafState]:
     """The next states of a bucket's parameters, of which `left` wasn't sent."""
     residuals = zip(states, buffers.unpack(left, bucket, cast=False), strict=True)
     return [{**state, RESIDUAL: part} if RESIDUAL in state else state for state, part in residuals]
 
 
-def finite(left: torch.Tensor) -> torch.Tensor:
+def finite(left: Tensor) -> Tensor:
     """`left`, in place, without values that aren't finite: they reach all ranks, so they mustn't be sent again."""
     if buffers.is_plain(left) and left.sum().isfinite():
         return left
     return left.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def _residual(state: LeafState) -> Sequence[tuple[torch.Tensor, float]]:
+def _residual(state: LeafState) -> Sequence[tuple[Tensor, float]]:
     return [(state[RESIDUAL], 1.0)] if RESIDUAL in state else ()
 
 
@@ -132,32 +132,32 @@ class CompressedAllReduce(LossyHook):
         """The size of a block: rows are padded to a multiple of it. If it is 1, a row is one block."""
         return 1
 
-    def filling(self, last: torch.Tensor) -> torch.Tensor:
+    def filling(self, last: Tensor) -> Tensor:
         """The number with which a block is padded after its own numbers, `last`. Decoding drops the padding.
 
         A codec overrides it if zeros would change what it computes over a block, such as a mean.
         """
         return last.new_zeros(())
 
-    def encode(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
+    def encode(self, rows: Tensor, key: Tensor | None) -> Tensor:
         """Encode `rows`, floating of shape ``(k, m)``, to messages, uint8 of shape ``(k, length)``.
 
         The length must be a function of m and the dtype. `key` is for random numbers, if the codec draws any.
         """
         raise NotImplementedError(f"{type(self).__name__} must define encode(rows, key)")
 
-    def decode(self, messages: torch.Tensor, m: int, dtype: torch.dtype) -> torch.Tensor:
+    def decode(self, messages: Tensor, m: int, dtype: torch.dtype) -> Tensor:
         """Decode messages to rows of shape ``(k, m)``, in new memory."""
         raise NotImplementedError(f"{type(self).__name__} must define decode(messages, m, dtype)")
 
-    def decoded_sum(self, messages: torch.Tensor, m: int, dtype: torch.dtype) -> torch.Tensor:
+    def decoded_sum(self, messages: Tensor, m: int, dtype: torch.dtype) -> Tensor:
         """The sum of the decoded rows, of shape ``(m,)``, in new memory. Each is added while it is in the cache."""
         total = self.decode(messages[:1], m, dtype)[0]
         for place in range(1, len(messages)):
             total.add_(self.decode(messages[place : place + 1], m, dtype)[0])
         return total
 
-    def encode_and_keep(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
+    def encode_and_keep(self, rows: Tensor, key: Tensor | None) -> Tensor:
         """As :meth:`encode`. Also replaces `rows`, in place, by their encoding error.
 
         Only called for eager tensors on the CPU. A codec that can do both in one pass overrides it.
@@ -166,7 +166,7 @@ class CompressedAllReduce(LossyHook):
         rows.sub_(self.decode(messages, rows.shape[1], rows.dtype))
         return messages
 
-    def keys(self, inputs: BucketInput) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def keys(self, inputs: BucketInput) -> tuple[Tensor | None, Tensor | None]:
         """The keys for the random numbers of the first and the second :meth:`encode`."""
         return None, None
 
@@ -181,8 +181,8 @@ class CompressedAllReduce(LossyHook):
         return sent, sent.remainder(inputs.flat)
 
     def sum_of_rows(
-        self, rows: torch.Tensor, key: torch.Tensor | None, feedback: bool, in_place: bool
-    ) -> Generator[CollectiveRequest, torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]]:
+        self, rows: Tensor, key: Tensor | None, feedback: bool, in_place: bool
+    ) -> Generator[CollectiveRequest, Tensor, tuple[Tensor, Tensor | None]]:
         """The first half: (the sum of what ranks sent of this rank's row, what this rank sent of `rows`).
 
         The latter is None without `feedback`, and `in_place`: `rows` then hold the encoding error.
@@ -191,8 +191,7 @@ class CompressedAllReduce(LossyHook):
         outgoing = self.encode_and_keep(rows, key) if in_place else self.encode(rows, key)
         # Decode before sending: the channel may overwrite the buffer.
         mine = self.decode(outgoing, m, dtype) if feedback and not in_place else None
-        incoming = yield CollectiveRequest("all_to_all", outgoing)
-        return self.decoded_sum(incoming, m, dtype), mine
+        return self.decoded_sum((yield CollectiveRequest("all_to_all", outgoing)), m, dtype), mine
 
     def _sending(self, inputs: BucketInput, feedback: bool, in_place: bool) -> Compression:
         """As :meth:`send`. `in_place`: the input holds the encoding error afterwards; ``own()`` mustn't be called."""
@@ -214,25 +213,23 @@ class CompressedAllReduce(LossyHook):
         messages = yield CollectiveRequest("all_gather", message[0])
         total = self.decode(messages, m, dtype).view(-1)
 
-        def with_rest(rows: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+        def with_rest(rows: Tensor, rest: Tensor) -> Tensor:
             if isinstance(rank, int):
                 rows[rank] += rest
             else:
                 rows = rows + (torch.arange(n, device=rest.device) == rank)[:, None] * rest
             return rows.view(-1)[:numel]
 
-        def remainder(corrected: torch.Tensor) -> torch.Tensor:
+        def remainder(corrected: Tensor) -> Tensor:
             return with_rest(rows if mine is None else rows - mine, rest)
 
-        return CompressionResult(
-            total[:numel], lambda: with_rest(cast(torch.Tensor, mine), -rest), inputs.states, remainder
-        )
+        return CompressionResult(total[:numel], lambda: with_rest(cast(Tensor, mine), -rest), inputs.states, remainder)
 
     @property
     def _fills_with_zeros(self) -> bool:
         return type(self).filling is CompressedAllReduce.filling
 
-    def filled(self, own: torch.Tensor, length: int, m: int) -> torch.Tensor:
+    def filled(self, own: Tensor, length: int, m: int) -> Tensor:
         """`own`, which begins at the start of a row of `m` numbers, padded to `length`."""
         if len(own) == length:
             return own
@@ -243,18 +240,18 @@ class CompressedAllReduce(LossyHook):
         return torch.cat([own, filling.expand(length - len(own))])
 
 
-def by_greatest(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def by_greatest(rows: Tensor) -> tuple[Tensor, Tensor]:
     """(rows / greatest, greatest): each row's greatest absolute value, so that squares don't overflow or vanish."""
     greatest = rows.abs().amax(-1, keepdim=True)
     greatest = torch.where(greatest == 0, 1, greatest)
     return rows / greatest, greatest
 
 
-def to_message(numbers: torch.Tensor) -> torch.Tensor:
+def to_message(numbers: Tensor) -> Tensor:
     return comm.as_bytes(numbers).flatten(-2)
 
 
-def from_message(messages: torch.Tensor, start: int, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+def from_message(messages: Tensor, start: int, count: int, dtype: torch.dtype) -> tuple[Tensor, int]:
     """`count` numbers of `dtype` from byte `start` of each message, and the byte at which they end."""
     end = start + count * dtype.itemsize
     part = messages[:, start:end]

@@ -4,8 +4,7 @@
 
 Seide et al., "1-bit stochastic gradient descent", 2014; the scale is that of Bernstein et al., "signSGD", 2018, and
 Karimireddy et al., "Error feedback fixes SignSGD", 2019. With it |C(x) - x|^2 = (1 - |x|_1^2 / (d |x|^2)) |x|^2 for a
-block of d numbers, so C is a contraction and error feedback converges. Encoding twice, each time with error feedback,
-is from Tang et al., "1-bit Adam", 2021.
+block of d numbers, so C is a contraction and error feedback converges. Tang et al., "1-bit Adam", 2021, encode twice.
 """
 
 from __future__ import annotations

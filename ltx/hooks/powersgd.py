@@ -7,8 +7,7 @@ Vogels, Karimireddy and Jaggi, "PowerSGD: Practical low-rank gradient compressio
 2019, algorithm 1 and 2. M Q and M^T P are sums over ranks, so two all-reduces of thin matrices replace one of the
 gradient, and M^ is the projection of M on the columns of P. With the last Q' as the next Q (warm start) the iteration
 continues from step to step; with more iterations a step, M^ approaches the best matrix of that rank. The residual is
-the rank's own share minus its part of the result, as in algorithm 2. P and Q are held transposed, since products with
-them are then fastest.
+the rank's own share minus its part of the result, as in algorithm 2. P and Q are held transposed: it is fastest.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from typing import Any, ClassVar
 from zlib import crc32
 
 import torch
+from torch import Tensor
 
 from ltx.errors import StrategyError
 from ltx.extend import (
@@ -78,9 +78,7 @@ class PowerHook(LossyHook):
     def state_names(self) -> tuple[str, ...]:
         return (*super().state_names, *((Q,) if self.warm_start else ()))
 
-    def _random(
-        self, r: int, length: int, dtype: torch.dtype, *place: int | torch.Tensor, device: torch.device
-    ) -> torch.Tensor:
+    def _random(self, r: int, length: int, dtype: torch.dtype, *place: int | Tensor, device: torch.device) -> Tensor:
         return noise.normal(noise.key_of(self.seed, *place, device=device), r * length, dtype).view(r, length)
 
 
@@ -113,16 +111,14 @@ class PowerSGD(PowerHook):
     def __post_init__(self) -> None:
         super().__post_init__()
         arguments.check_whole(self, 1, "iterations")
-        if not self.min_compression_rate > 0:
-            raise StrategyError(
-                f"PowerSGD.min_compression_rate must be a positive number, got {brief(self.min_compression_rate)}."
-            )
+        if not (rate := self.min_compression_rate) > 0:
+            raise StrategyError(f"PowerSGD.min_compression_rate must be a positive number, got {brief(rate)}.")
 
     @property
     def phases(self) -> int:
         return 2 * self.iterations
 
-    def init(self, param: torch.Tensor, path: str = "") -> LeafState:
+    def init(self, param: Tensor, path: str = "") -> LeafState:
         thin = _thin(param.shape, self.rank, self.min_compression_rate)
         if thin is None:
             return {}
@@ -133,7 +129,7 @@ class PowerSGD(PowerHook):
             state[Q] = self._random(r, columns, dtype, crc32(path.encode()), device=param.device)
         return state
 
-    def _start(self, inputs: BucketInput, member: int, columns: int, r: int) -> torch.Tensor:
+    def _start(self, inputs: BucketInput, member: int, columns: int, r: int) -> Tensor:
         if self.warm_start:
             return inputs.states[member][Q]
         place = (inputs.step, inputs.bucket.members[member])
@@ -177,7 +173,7 @@ class PowerSGD(PowerHook):
         early = feedback and buffers.is_plain(inputs.flat)
         total = _assembled(parts, products, sums, 1 / n if early else None)
 
-        def remainder(corrected: torch.Tensor) -> torch.Tensor:
+        def remainder(corrected: Tensor) -> Tensor:
             if not early:
                 corrected.sub_(total, alpha=1 / n)
             # an inner hook has done the sums, so uncompressed parameters have a residual too
@@ -246,16 +242,15 @@ def _layout(bucket: Bucket, rank: int, rate: float) -> tuple[tuple[tuple[int, in
     return thin, tuple(place for place, matrix in enumerate(found) if matrix is None)
 
 
-def _regular(norms: torch.Tensor) -> torch.Tensor:
-    """Which norms are positive and finite."""
+def _regular(norms: Tensor) -> Tensor:
     return (norms > 0) & (norms < inf)
 
 
-def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.reshape(-1) for t in tensors])
 
 
-def _cut(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _cut(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Cut `flat` into parts with the shapes of `like`, and the rest."""
     sizes = [t.numel() for t in like]
     parts = flat.split([*sizes, flat.numel() - sum(sizes)])
@@ -263,11 +258,8 @@ def _cut(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]
 
 
 def _assembled(
-    parts: Sequence[torch.Tensor],
-    products: dict[int, tuple[torch.Tensor, torch.Tensor]],
-    sums: dict[int, torch.Tensor],
-    less: float | None,
-) -> torch.Tensor:
+    parts: Sequence[Tensor], products: dict[int, tuple[Tensor, Tensor]], sums: dict[int, Tensor], less: float | None
+) -> Tensor:
     """The flat total: part m is the product of its two thin matrices, or is given in `sums`.
 
     With `less`, this factor times the total is subtracted from `parts`, each part while it is in the cache.
@@ -293,7 +285,7 @@ def _assembled(
 _SMALL = 1 << 20
 
 
-def multiply_all(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def multiply_all(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> list[Tensor]:
     """The product of each pair. On an accelerator, small products of equal shapes are one call."""
     results = [torch.empty(0, device="cpu")] * len(lefts)
     alike: dict[tuple[Any, ...], list[int]] = {}
@@ -310,8 +302,7 @@ def multiply_all(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) 
     return results
 
 
-def row_norms(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The norms of each matrix' rows, as a column."""
+def row_norms(matrices: Sequence[Tensor]) -> list[Tensor]:
     if not matrices or not buffers.prefers_few_calls(matrices[0]):
         return [torch.linalg.vector_norm(x, dim=-1, keepdim=True) * most for x, most in map(by_greatest, matrices)]
     rows = [row for matrix in matrices for row in matrix]
@@ -321,7 +312,7 @@ def row_norms(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return list(norms[:, None].split([len(matrix) for matrix in matrices]))
 
 
-def multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+def multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
     """The product of ``left.mT`` and `right`, each of shape ``(r, length)``."""
     matrix = out.view(left.shape[1], right.shape[1])
     if len(left) > 2:
@@ -334,7 +325,7 @@ def multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None
         matrix.addcmul_(column, row)
 
 
-def orthonormal_all(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def orthonormal_all(matrices: Sequence[Tensor]) -> list[Tensor]:
     """The transposes of `matrices`, each of shape ``(length, r)``, with orthonormal rows: one :func:`orthonormal` of
     all, padded with zeros, which don't change the result.
     """
@@ -352,9 +343,8 @@ def orthonormal_all(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [done[place, : matrix.shape[1], : matrix.shape[0]] for place, matrix in enumerate(matrices)]
 
 
-def orthonormal(matrices: torch.Tensor) -> torch.Tensor:
-    """Orthonormal rows with the span of the rows of `matrices`, of shape ``(k, r, length)``. A row that depends on
-    earlier rows becomes zeros.
+def orthonormal(matrices: Tensor) -> Tensor:
+    """Orthonormal rows spanning those of `matrices`, of shape ``(k, r, length)``; zeros for rows in earlier ones' span.
 
     Gram-Schmidt, with two projections of each row ("twice is enough", Giraud, Langou and Rozložník, 2005).
     """

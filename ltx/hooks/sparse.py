@@ -25,9 +25,7 @@ _LONG, _EVERY = 1 << 16, 101
 
 def _check_ratio(hook: TopK | RandomK) -> None:
     if not 0 < hook.ratio <= 1:
-        raise StrategyError(
-            f"{type(hook).__name__}.ratio must be greater than 0 and at most 1, got {brief(hook.ratio)}."
-        )
+        raise StrategyError(f"{type(hook).__name__}.ratio must be more than 0 and at most 1, got {brief(hook.ratio)}.")
 
 
 @dataclass(frozen=True)
@@ -154,6 +152,7 @@ class RandomK(LossyHook):
         def spread(values: torch.Tensor) -> torch.Tensor:
             return values.new_zeros(numel).scatter(0, places, values)
 
-        return CompressionResult(
-            spread(total), lambda: spread(given if request.sent is None else request.sent()), inputs.states
-        )
+        def own() -> torch.Tensor:
+            return spread(given if request.sent is None else request.sent())
+
+        return CompressionResult(spread(total), own, inputs.states)

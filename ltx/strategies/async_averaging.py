@@ -66,8 +66,7 @@ class AsyncAveraging(NodeStrategy):
     At the end of a step a rank adds the result of the last round, if that is complete, and begins the next round if
     `sync_interval_ms` have passed since the last one began. A round completes when every rank has begun it, so the
     slowest rank decides how often ranks mix. Steps don't wait for other ranks, and ranks may do different numbers of
-    steps. (Only ranks that start from states that weren't made by ``train.init`` in this process wait for each other,
-    once, at their first round.)
+    steps. (Only ranks whose states weren't made by ``train.init`` in this process wait for each other, at first.)
 
     ``train.finish(state)``, called by every rank, ends a phase of training, as Bagua's ``abort``. A rank that calls it
     early takes part in the others' rounds until all have called it; then all hold the same parameters, the mean. The
@@ -75,16 +74,14 @@ class AsyncAveraging(NodeStrategy):
     loss in the metrics is the rank's own. A round under way isn't part of a saved state: call finish before saving. If
     ranks shut down without it within seconds of each other, they join the rounds that others have begun, and drop the
     results. A new ``train.init`` drops such a round. Before ranks go on from another state that they have kept, they
-    call finish too: a rank's peers may still get what it sent of the old one. On an axis one training at a time goes by
-    the clock.
+    call finish too: peers may still get what it sent of the old one. On an axis one training at a time has a clock.
 
     Staleness: a rank adds its peers' parameters as they were one round ago. A rank that doesn't reach the end of a step
     delays rounds but not steps: the others go on alone until the axis' timeout has passed. After it, or if the rank's
     process ends, their next step raises.
 
-    With a `schedule`, rounds begin at certain steps instead of by the clock, and two runs give the same bits. Simulated
-    ranks need it; there the communication state holds a round's result until it is added ("delta"). All ranks must then
-    do the same number of steps.
+    With a `schedule` rounds begin at certain steps, not by the clock; all ranks do equally many, and two runs give the
+    same bits. Simulated ranks need it: their communication state ("delta") holds a round's result until it is added.
 
     Args:
         sync_interval_ms: the least time between the beginnings of two rounds, in milliseconds.

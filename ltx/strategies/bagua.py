@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from importlib import import_module
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from ltx import hooks
 from ltx.errors import StrategyError
@@ -97,16 +97,12 @@ class BaguaStrategy(Strategy):
         has = [f.name for f in fields(made) if f.name not in common]
         mine = [f.name for f in fields(self) if f.name not in (*common, "algorithm", "flatten")]
         given = {name: getattr(self, name) for name in mine if getattr(self, name) is not None}
-        for field_name in given:
-            if field_name not in has:
-                raise StrategyError(
-                    f"BaguaStrategy({self.algorithm!r}) has no field {field_name!r}. It has: {', '.join(has)}."
-                )
+        for other in given.keys() - has:
+            raise StrategyError(f"BaguaStrategy({self.algorithm!r}) has no field {other!r}. It has: {', '.join(has)}.")
         for f in fields(made):
             if f.default is MISSING and f.name not in given:
                 raise StrategyError(f"BaguaStrategy({self.algorithm!r}) needs {f.name}=.")
-        inner: Strategy = made(**{name: getattr(self, name) for name in common}, **given)
-        return inner
+        return cast(Strategy, made(**{name: getattr(self, name) for name in common}, **given))
 
 
 # --- the algorithms that are hooks ------------------------------------------------------------------------------------

@@ -2,8 +2,7 @@
 
     w_{t+1} = update(w_t, mean_r grad f_r(w_t))
 
-Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020: gradients are sent in
-buckets during the backward pass.
+Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020: gradients in buckets.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ class DDPStrategy(Strategy):
         start_local_sgd_step: the first step, counted from 0, with local gradients; give it with the period. Lightning
             takes it from a ``PostLocalSGDState``, which all-reduces gradients within each node, as
             ``ltx.LocalSGDStrategy(period, start, subgroup=...)`` does.
-        start_method: how ``ltx.launch(..., strategy=strategy)`` starts processes: "popen", "spawn", "fork" or
-            "forkserver".
+        start_method: how ``ltx.launch(..., strategy=)`` starts processes: "popen", "spawn", "fork" or "forkserver".
         bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`Strategy`.
 
     A hook pays if it takes a rank less time to encode and decode than it saves on the network.

@@ -17,8 +17,7 @@ On a ring, ranks send differences of weights in eight bits, without error feedba
 
 Tang et al., "Communication compression for decentralized training", NeurIPS 2018, algorithm 1, in the form of Bagua's
 "low_precision_decentralized". x are the weights after the optimizer, W are this rank's weights as its neighbours know
-them, L and R are its copies of its neighbours' W. All copies of a W are equal bit for bit, since all add the same
-decoded numbers.
+them, L and R are its copies of its neighbours' W. All copies of a W are equal to the bit: all add the same numbers.
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ from ltx.errors import RankMismatchError, StrategyError
 from ltx.extend import (
     Axis,
     Bucket,
-    BucketInput,
-    CollectiveRequest,
     Exchange,
     LeafState,
     Old,
@@ -46,7 +43,6 @@ from ltx.extend import (
     PostUpdateHook,
     PostUpdateResult,
     Reduced,
-    Reduction,
     StateLayout,
     States,
     StepInfo,
@@ -59,7 +55,7 @@ from ltx.extend import (
     exchange,
     tree,
 )
-from ltx.hooks import AllReduce, ByteGrad, CommHook
+from ltx.hooks import AllReduce, BucketInput, ByteGrad, CollectiveRequest, CommHook, Reduction
 from ltx.strategies.nodes import ByNode, NodeHook, NodeStrategy, refuse_complex
 from ltx.typing import Tree
 
@@ -111,8 +107,7 @@ class Decentralized(GossipStrategy):
             lower half with one of the upper half, with a new peer at every communication; a rank sends each parameter
             once, and the number of ranks must be even.
         hierarchical, node_size: nodes of `node_size` ranks first average their weights, then nodes gossip as ranks
-            would. The forward pass begins after the average within the node; then each of the m ranks sends an m-th of
-            the parameters to other nodes.
+            would. The forward pass begins after the average within the node; each of its m ranks then sends an m-th.
 
     Raises:
         StrategyError: a field's value isn't allowed; in a step, "shift_one" has an odd number of ranks (nodes).
@@ -220,8 +215,7 @@ class ShiftOne(CommHook):
 def step_tag(step: int, like: torch.Tensor) -> torch.Tensor:
     """The bits of `step` and then their complements, each a 0 or a 1 of the dtype of `like`.
 
-    A mean of zeros is exactly 0 in every dtype, and a mean of zeros and a 1 isn't: so the mean of tags shows whether
-    all tags were the same.
+    A mean of zeros is exactly 0 in every dtype, one of zeros and a 1 isn't: the mean of tags shows whether all agree.
     """
     bits = [step >> place & 1 for place in range(_BITS)]
     tag = torch.tensor([*bits, *(1 - bit for bit in bits)], dtype=like.dtype, device="cpu")
@@ -244,8 +238,7 @@ class LowPrecisionDecentralized(GossipStrategy):
 
     Args:
         hierarchical, node_size: nodes of `node_size` ranks are the places of the ring, and x is the mean over a node.
-            Each of the m ranks sends an m-th of a message to other nodes, with its own grid, and then has the same
-            weights as the others of its node.
+            Each of the m ranks sends an m-th of a message, with its own grid, and then has its node's weights.
         bucket_bytes: each bucket of parameters has one eight-bit grid, from its least to its greatest difference, so
             other sizes of buckets give slightly different numbers.
 
@@ -361,15 +354,9 @@ def _moved(leaves: Sequence[torch.Tensor], change: torch.Tensor, bucket: Bucket)
 
 
 def _move(messages: LeafState, states: Sequence[LeafState], params: Sequence[torch.Tensor]) -> None:
-    """Move the copies, and `params` to "own", in place. The program may write to the weights between steps, and
-    neighbours don't hear of that: so "own" has memory of its own.
+    """Decode the rows of messages, add them in place to their leaves, which follow one another, and move `params` to
+    "own". The program may write to the weights, and neighbours don't hear of that: so "own" has memory of its own.
     """
-    _add_decoded(messages, states)
-    torch._foreach_copy_([*params], [state["own"] for state in states])
-
-
-def _add_decoded(messages: LeafState, states: Sequence[LeafState]) -> None:
-    """Decode the rows of messages, and add them in place to their leaves, which follow one another."""
     for name, rows in messages.items():
         leaves = [state[name] for state in states]
         ends = list(accumulate(x.numel() for x in leaves))
@@ -384,6 +371,7 @@ def _add_decoded(messages: LeafState, states: Sequence[LeafState]) -> None:
                     begin = ends[number] - leaf.numel()
                     leaf[start - begin : end - begin].add_(change[start - offset : end - offset])
                     start, number = end, number + 1
+    torch._foreach_copy_([*params], [state["own"] for state in states])
 
 
 @lru_cache(maxsize=16)

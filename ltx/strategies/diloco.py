@@ -44,8 +44,7 @@ from ltx.hooks.plain import EXACT, resolve_hook, resolved
 from ltx.strategies.nodes import refuse_complex
 from ltx.typing import Tree
 
-#: The keys of a parameter's communication state: the value at which all ranks began, and the outer velocity. The state
-#: of `outer_hook` is beside them.
+#: The keys of a parameter's communication state beside that of `outer_hook`: where all ranks began, the outer velocity.
 ANCHOR, VELOCITY = "anchor", "velocity"
 #: The keys of the state of an `outer` optimizer, numbered.
 OUTER = "outer.{}"
@@ -74,9 +73,8 @@ class DiLoCoStrategy(Strategy):
             Group j takes its outer step when ``(steps so far + j * period // fragments) % period == 0``, so that only
             one group, with about 1/fragments of the bytes, is sent at a time.
         outer: an outer optimizer to use instead of SGD with `outer_lr` and `outer_momentum`: its gradient is minus the
-            mean of the ranks' moves, and its schedules count outer steps.
-            ``from_torch(torch.optim.SGD, lr=1.0, momentum=0.5)`` gives SlowMo, ``from_torch(torch.optim.Adam, ...)``
-            FedAdam.
+            mean of the ranks' moves, and its schedules count outer steps. It is SlowMo with
+            ``from_torch(torch.optim.SGD, lr=1.0, momentum=0.5)``, FedAdam with ``from_torch(torch.optim.Adam, ...)``.
         update_alpha: in an outer step a rank keeps this fraction of its own parameters, and takes the rest from the
             anchor, so parameters stay different between ranks.
         fragment_sync_delay: a fragment's outer gradients are sent this many steps before its outer step, which waits
@@ -90,11 +88,9 @@ class DiLoCoStrategy(Strategy):
         StrategyError: (a ValueError) a field's value isn't allowed. Not allowed are also: an `outer` optimizer that
             uses several parameters together or the loss, or has whole numbers in its state; with `fragment_sync_delay`
             an `outer_hook` of two phases, as ByteGrad or error feedback; at the initialisation of training, more
-            fragments than parameters, or complex parameters; a step from a state that was broadcast while
-            outer gradients were being sent.
+            fragments than parameters, or complex parameters; a step from a state that was broadcast during a send.
 
-    Source: "DiLoCo", 2023, algorithm 1; "Streaming DiLoCo", 2025, algorithm 2. The schedule and the names are those of
-    torchft's ``DiLoCo``.
+    Source: "DiLoCo", 2023, algorithm 1; "Streaming DiLoCo", 2025, algorithm 2. Schedule, names: torchft's ``DiLoCo``.
 
     Example:
         >>> import torch, ltx
@@ -157,8 +153,7 @@ class DiLoCoStrategy(Strategy):
         begun = self.outer.init({path: anchor})
         if not all(map(torch.is_floating_point, tree.flatten(begun)[0])):
             raise StrategyError(
-                f"DiLoCoStrategy.outer: {self.outer} keeps whole numbers in its state, where there are "
-                "floating tensors alone. Count in a floating tensor, or use one of ltx.optim.from_torch's."
+                f"DiLoCoStrategy.outer: {self.outer} keeps whole numbers in its state. Count in a floating tensor."
             )
         return {**own, ANCHOR: anchor, **_named(begun)}
 

@@ -21,7 +21,6 @@ from ltx.errors import StrategyError, UnsupportedError
 from ltx.extend import (
     Axis,
     Bucket,
-    BucketInput,
     LeafState,
     Old,
     Optimizer,
@@ -29,7 +28,6 @@ from ltx.extend import (
     PostUpdateHook,
     PostUpdateResult,
     Reduced,
-    Reduction,
     StateLayout,
     States,
     StepInfo,
@@ -63,8 +61,7 @@ class HorovodStrategy(Strategy):
             its own optimizer step, and the parameters move by the adaptive sum (:func:`ltx.adasum`) of these steps.
             With "adasum" the optimizer's state and ``metrics.loss`` differ between ranks, a data-parallel step returns
             local gradients, `compression` is the dtype in which the steps are sent, and the number of ranks must be a
-            power of two. With ``overlap="update"`` the steps are taken and combined bucket by bucket during the
-            backward pass.
+            power of two. With ``overlap="update"`` steps are taken and combined by bucket in the backward pass.
         backward_passes_per_step: k calls of a train step make one update, with the *sum* of their k gradients, as in
             Horovod for torch: divide the loss by k to get the mean. Calls in between send nothing and leave parameters
             and optimizer as they are (``metrics.loss`` is then the rank's own); their gradients' sum is part of the
@@ -82,8 +79,7 @@ class HorovodStrategy(Strategy):
 
     Raises:
         StrategyError: (a ValueError) a field's value isn't allowed, or doesn't fit another field's. In a train step,
-            the strategy can't work with the number of ranks, the optimizer, or (with several passes) with an
-            :class:`ltx.Weighted` step.
+            it can't work with the number of ranks, the optimizer, or (several passes) an :class:`ltx.Weighted` step.
 
     Example:
         >>> import torch, ltx
@@ -266,8 +262,7 @@ def _matching(groups: tuple[tuple[str, ...], ...], paths: tuple[str, ...]) -> tu
         for path in sorted(tree.wanted(patterns, paths, StrategyError, "HorovodStrategy.groups: ")):
             if found.setdefault(path, place) != place:
                 raise StrategyError(
-                    f"HorovodStrategy.groups: parameter {path!r} is in groups {found[path]} and {place}; it can travel "
-                    "with one of them."
+                    f"HorovodStrategy.groups: parameter {path!r} is in groups {found[path]} and {place}. Choose one."
                 )
     return tuple(found.get(path, -1) for path in paths)
 
@@ -310,7 +305,7 @@ class Scaled(hooks.CommHook):
         # Passes are added before they are rounded; to the earlier ones no scale or weight has been applied.
         return own._replace(dtype=collectives.wide(dtype), proportional=False) if self.passes else own
 
-    def reduce(self, inputs: BucketInput) -> Reduction:
+    def reduce(self, inputs: hooks.BucketInput) -> hooks.Reduction:
         dtype, states, flat = inputs.bucket.dtype, inputs.states, inputs.flat
         if self.passes:
             earlier = torch.cat([state[PASSES].reshape(-1) for state in states])
@@ -359,7 +354,7 @@ class AdasumOfMoves(hooks.Adasum, PostUpdateHook):
     def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
         return Packing(super().packing(dtype, axis_size).dtype, -1.0, None, lambda state: [(state[START], 1.0)])
 
-    def reduce(self, inputs: BucketInput) -> Reduction:
+    def reduce(self, inputs: hooks.BucketInput) -> hooks.Reduction:
         total, _ = yield from super().reduce(inputs)
         return total, ()
 

@@ -48,8 +48,7 @@ class LocalSGDStrategy(Strategy):
     between averages, nodes don't communicate: ``metrics.loss`` is the mean over the node. Averages weigh every rank
     equally, so a step that returns :class:`ltx.Weighted` is refused.
 
-    Only :func:`ltx.train_step` averages. :func:`ltx.grad_and_value` and the like give the gradients of a step, which
-    are local after the warm-up, and don't change parameters.
+    Only :func:`ltx.train_step` averages: :func:`ltx.grad_and_value` gives gradients, local ones after the warm-up.
 
     Args:
         period: parameters are averaged after every `period` steps. Or several periods, ``{period: number of ranks}``,
@@ -60,13 +59,11 @@ class LocalSGDStrategy(Strategy):
         comm_hook: how gradients are sent during the warm-up: "allreduce", "fp16", "bf16", or a hook from
             :mod:`ltx.hooks`. Means within nodes and of parameters are exact, in the dtype of what is averaged.
         at_end: each period ends with its average, as a round of FedAvg does: with ``period=5``, after 5 steps, 10 and
-            so on, so that training for 10 ends with equal parameters. By default it begins with it, as torch's does:
-            after 1 step, 6 and 11.
+            so on, so that training for 10 ends with equal parameters. By default, as in torch, after 1 step, 6 and 11.
         bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`Strategy`.
 
     Raises:
-        StrategyError: (a ValueError) a field's value isn't allowed; when training begins, the axis has more than one
-            rank and doesn't divide into such groups.
+        StrategyError: (a ValueError) a field's value isn't allowed; in ``init``: several ranks that aren't such groups.
 
     Source: Stich, ICLR 2019; Lin et al., ICLR 2020; torch's ``PostLocalSGDOptimizer`` with ``post_localSGD_hook``.
 
@@ -165,13 +162,10 @@ def _are_levels(value: object) -> TypeGuard[Levels]:
         return False
     if not all(_is_whole(period, 1) and _is_whole(size, 2) for period, size in value):
         return False
-    return all(
-        before < period and held < size and size % held == 0 for (before, held), (period, size) in pairwise(value)
-    )
+    return all(b < period and held < size and size % held == 0 for (b, held), (period, size) in pairwise(value))
 
 
 def mean_over(strategy: Strategy, params: Tree, info: StepInfo) -> Tree:
-    """The mean of the parameters over the ranks of ``info.axis``."""
     if info.axis.size == 1:
         return params
     leaves, spec = tree.flatten(params)

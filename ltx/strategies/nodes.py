@@ -5,8 +5,7 @@
     3. Every rank of a node gets all parts.                                         (all_gather within the node)
 
 Bagua instead reduces to one leader per node, which alone communicates with the other nodes' leaders, and broadcasts the
-result. With parts, a node sends the same amount over the network (one buffer, of which each of its m ranks sends 1/m),
-and all of its ranks share the work.
+result. With parts, a node sends the same amount over the network, and all of its ranks share the work.
 """
 
 from __future__ import annotations
@@ -21,11 +20,8 @@ from ltx.errors import StrategyError
 from ltx.extend import (
     Axis,
     Bucket,
-    BucketInput,
-    CollectiveRequest,
     Optimizer,
     Packing,
-    Reduction,
     Strategy,
     arguments,
     around,
@@ -35,7 +31,7 @@ from ltx.extend import (
     outer,
     tree,
 )
-from ltx.hooks import CommHook
+from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction
 from ltx.hooks.combined import in_half
 from ltx.hooks.plain import EXACT
 from ltx.typing import Tree
@@ -90,11 +86,6 @@ def node(axis: Axis, size: int) -> Axis:
     return inner(axis, min(size, axis.size))
 
 
-def across(axis: Axis, size: int) -> Axis:
-    """The axis of the ranks that have the same place in their nodes as this rank."""
-    return outer(axis, min(size, axis.size))
-
-
 Steps = Generator[CollectiveRequest, torch.Tensor, torch.Tensor]
 
 
@@ -107,8 +98,9 @@ class NodeHook(CommHook):
     node_size: int
 
     def axes(self, axis: Axis | None) -> tuple[Axis, Axis]:
+        """This rank's node, and the ranks that have the same place in their nodes."""
         assert axis is not None
-        return node(axis, self.node_size), across(axis, self.node_size)
+        return node(axis, self.node_size), outer(axis, min(self.node_size, axis.size))
 
     def scattered(self, inputs: BucketInput) -> Steps:
         """This rank's part of the sum over its node."""

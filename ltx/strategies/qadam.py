@@ -6,8 +6,7 @@
 Tang et al., "1-bit Adam: communication efficient large-scale training with Adam's convergence speed", ICML 2021,
 algorithm 1: with ``momentum_hook=hooks.OneBit()``, one bit a number and error feedback. The default is the 8-bit
 messages of Bagua's qadam (Gan et al., "BAGUA: scaling up distributed learning with system relaxations", VLDB 2022).
-Adam's step is linear in m but not in g, so m may be compressed, as gradients may be in SGD. The optimizer is
-:func:`ltx.optim.qadam`.
+Adam's step is linear in m, not in g, so m may be compressed, as SGD's gradients may. With :func:`ltx.optim.qadam`.
 """
 
 from __future__ import annotations
@@ -21,10 +20,8 @@ from ltx import hooks
 from ltx.errors import StrategyError
 from ltx.extend import (
     Axis,
-    BucketInput,
     LeafState,
     Packing,
-    Reduction,
     StateLayout,
     States,
     StepInfo,
@@ -78,7 +75,7 @@ class MeanMomentum(hooks.CommHook):
 
         return among._replace(scale=(1 - self.beta1) / axis_size, terms=terms, proportional=False)
 
-    def reduce(self, inputs: BucketInput) -> Reduction:
+    def reduce(self, inputs: hooks.BucketInput) -> hooks.Reduction:
         own = [states_of(self.among, state) for state in inputs.states]
         mean, after = yield from self.among.reduce(replace(inputs, states=own))
         momenta = buffers.unpack(mean, inputs.bucket, cast=False)
@@ -104,8 +101,7 @@ class QAdam(NodeStrategy):
             in eight bits after the warm-up, with a grid for each part. The `momentum_hook` mustn't have state.
 
     Raises:
-        StrategyError: (a ValueError) a field's value isn't allowed, the optimizer isn't such a qadam, or the
-            optimizer's state has counted other steps.
+        StrategyError: (a ValueError) a field's value isn't allowed, or the optimizer isn't a qadam of as many steps.
 
     Example:
         >>> import torch, ltx

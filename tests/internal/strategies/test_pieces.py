@@ -57,5 +57,7 @@ def test_differences_are_added_leaf_by_leaf(rows: int, monkeypatch: pytest.Monke
     messages = decentralized._CODEC.encode(change, None)
     leaves = [torch.randn(size) for size in sizes]
     whole = torch.cat(leaves) + decentralized._CODEC.decode(messages, width, torch.float32).reshape(-1)[: sum(sizes)]
-    decentralized._add_decoded({"own": messages}, [{"own": leaf} for leaf in leaves])
-    torch.testing.assert_close(torch.cat(leaves), whole, rtol=0, atol=0)
+    params = [torch.zeros_like(leaf) for leaf in leaves]
+    decentralized._move({"own": messages}, [{"own": leaf} for leaf in leaves], params)
+    for moved in (leaves, params):
+        torch.testing.assert_close(torch.cat(moved), whole, rtol=0, atol=0)
