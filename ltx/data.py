@@ -140,8 +140,7 @@ def uneven(
 ) -> Iterator[tuple[Any, torch.Tensor]]:
     """Iterate over this rank's batches, on all ranks for as long as any rank has a batch.
 
-    Ranks iterate over their own iterables for the same number of turns: that of the longest iterable. A rank without
-    further batches gets placeholders. Each turn costs one all_gather of an integer, and waits for the slowest rank.
+    A rank without further batches gets placeholders. A turn costs an all_gather of an integer, and waits for all ranks.
 
     Args:
         iterable: this rank's batches, trees of any structure, which may differ between ranks. It may be empty.
@@ -161,8 +160,7 @@ def uneven(
             batches count less. To get the mean over samples with either divisor, return
             ``ltx.Weighted(sum of losses * (weight > 0), len(batch) * (weight > 0))``.
         stop: "last" goes on until the last rank has no more batches. "first" stops all ranks as soon as one has none:
-            there are no placeholders, and all weights are 1. By then the other ranks have taken one more batch from
-            their iterables, which is dropped.
+            there are no placeholders, all weights are 1, and one batch that the others have taken by then is dropped.
 
     Yields:
         ``(batch, weight)``. `weight` is a 0-dim float32 tensor on the CPU: n / a or 1 for a batch, by `divisor`; 0 for
@@ -183,8 +181,7 @@ def uneven(
     Raises:
         DataError: raised on every rank when the iterable of one rank raised an error, which is its cause on that rank.
             In a world of one the error itself is raised.
-        TypeError: raised on every rank if a rank has no batch at all, and the batch of which it gets placeholders has
-            leaves that can't be pickled.
+        TypeError: raised on every rank if a rank has no batch at all, and that of its placeholders can't be pickled.
         AxisError: the axis is one of ``ltx.vmap``, or isn't in scope.
         InputError: `divisor` or `stop` has another value.
 
@@ -230,7 +227,7 @@ def _weight(value: float) -> torch.Tensor:
 def _turns(iterable: Iterable[Any], axis: Axis, divisor: str, stop: str) -> Iterator[tuple[Any, torch.Tensor]]:
     batches: Iterator[Any] | None = None
     last: Tree = None  # the structure, shapes and dtypes of the last batch
-    state, error, first = _HAS_DATA, None, True
+    state, error, begins = _HAS_DATA, None, True
     while True:
         batch = None
         if state == _HAS_DATA:
@@ -246,22 +243,20 @@ def _turns(iterable: Iterable[Any], axis: Axis, divisor: str, stop: str) -> Iter
                 state, error = _FAILED, raised
         states = [states for (states,) in collectives.told("uneven", [state], axis)]
         if _FAILED in states:
-            failed = [rank for rank, each in enumerate(states) if each == _FAILED]
-            text = ltx.broadcast_object(_text(error), failed[0], axis)
-            others = f" Those of ranks {failed[1:]} failed at the same step." if failed[1:] else ""
-            raise DataError(
-                f"uneven: the iterable of rank {failed[0]} on axis {axis.name!r} raised {text}.{others} All ranks stop "
-                "here."
-            ) from error
+            first, *more = (rank for rank, each in enumerate(states) if each == _FAILED)
+            text = ltx.broadcast_object(_text(error), first, axis)
+            others = f" Those of ranks {more} failed at the same step." if more else ""
+            whose = f"uneven: the iterable of rank {first} on axis {axis.name!r}"
+            raise DataError(f"{whose} raised {text}.{others} All ranks stop here.") from error
         if _HAS_DATA not in states or (stop == "first" and _DONE in states):
             return
-        if first and _DONE in states:
+        if begins and _DONE in states:
             like = ltx.broadcast_object(last, states.index(_HAS_DATA), axis)
             if state == _DONE:  # of the devices of that kind this process has its own
                 last = tree.map(
                     lambda x: replace(x, device=torch.device(x.device.type)) if isinstance(x, _Blank) else x, like
                 )
-        first = False
+        begins = False
         if state == _HAS_DATA:
             yield batch, _weight(len(states) / states.count(_HAS_DATA) if divisor == "data" else 1.0)
         else:
@@ -345,8 +340,7 @@ def share_out(items: Items, axis: Any = None, *, pad: bool = False) -> Items:
         return (list if isinstance(x, list) else tuple)(x[place] for place in taken)
 
     shares = {name: share(x) for name, x in parts.items()}
-    own: Items = shares if isinstance(items, dict) else shares["items"]  # type: ignore[assignment]
-    return own
+    return shares if isinstance(items, dict) else shares["items"]  # type: ignore[return-value]
 
 
 @contextmanager
@@ -363,8 +357,7 @@ def rank_zero_first(axis: Any = None) -> Iterator[None]:
         DataError: on the other ranks, when the block has raised an error on rank 0, which itself raises that error.
         AxisError: the axis is one of ``ltx.vmap``, or isn't in scope.
 
-    Source: Lightning Fabric's ``rank_zero_first`` and accelerate's ``main_process_first``, in which the others go on
-    after an error.
+    Source: Fabric's ``rank_zero_first`` and accelerate's ``main_process_first``, whose others go on after an error.
 
     Example:
         >>> import ltx

@@ -5,15 +5,14 @@ Rank r has n_r values of a channel, of mean μ_r and squared deviations S_r = su
     M = sum_r n_r μ_r / N,   V = sum_r (S_r + n_r (μ_r - M)²) / N,   y = (x - M) / sqrt(V + eps) · weight + bias
 
 Ioffe and Szegedy, "Batch normalization", ICML 2015, algorithm 1; Chan, Golub and LeVeque, "Updating formulae and a
-pairwise algorithm for computing sample variances", Stanford STAN-CS-79-773, 1979, for the sums of squares, which stay
-exact where E[x²] - E[x]² cancels.
+pairwise algorithm for computing sample variances", 1979, for squares that stay exact where E[x²] - E[x]² cancels.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -58,8 +57,7 @@ def sync_batch_norm(
 
     Returns:
         ``(y, running_mean, running_var)``: this rank's y, of x's shape and dtype, and new running statistics, which are
-        the same on every rank if the old ones were. The running variance is the unbiased one, as in torch. Statistics
-        are computed in float32 at least.
+        the same on every rank if the old ones were; the variance is the unbiased one, as in torch; float32 at least.
 
     Gradient:
         That of the formula for the sum of all ranks' losses, to any order: x gets the gradient that one process with
@@ -118,8 +116,7 @@ def sync_batch_norm(
     if kernels and not isinstance(momentum, torch.Tensor) and _alone(axis):
         _check_count(_values(x))
         moved, var = (None if t is None else t.detach().clone() for t in (running_mean, running_var))
-        y = nn.functional.batch_norm(x, moved, var, weight, bias, True, momentum, eps)
-        return y, moved, var
+        return nn.functional.batch_norm(x, moved, var, weight, bias, True, momentum, eps), moved, var
     count, mean, var = _statistics(x.to(collectives.wide(x.dtype)), axis)
     unbiased = var * (count / (count - 1).clamp(min=1))
     return (
@@ -144,8 +141,7 @@ def _normalised(eps: float, x: torch.Tensor, *terms: torch.Tensor | None) -> tor
     """Normalise `x`; `terms` are the mean, variance, weight and bias of its channels."""
     plain = x.numel() > 0 and torch.autograd.forward_ad._current_level < 0
     if plain and buffers.prefers_few_calls(x) and _kernels_take(x, *terms):
-        y: torch.Tensor = _Normalised.apply(eps, x, *terms)  # type: ignore[no-untyped-call]
-        return y
+        return cast(torch.Tensor, _Normalised.apply(eps, x, *terms))  # type: ignore[no-untyped-call]
     return _normalised_by_formula(eps, x, *terms)
 
 
@@ -224,10 +220,8 @@ def _values(x: torch.Tensor) -> int:
 
 def _check_count(count: int) -> None:
     if count < 2:
-        raise InputError(
-            "sync_batch_norm: expected more than one value per channel when training, got "
-            f"{count} on all ranks together."
-        )
+        expected = "expected more than one value per channel when training"
+        raise InputError(f"sync_batch_norm: {expected}, got {count} on all ranks together.")
 
 
 def _moved(
@@ -275,11 +269,10 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise `x`, of shape ``(N, C, *)``."""
+        terms = (self.running_mean, self.running_var, self.weight, self.bias)
         if not self.training:
             by_batch = self.running_mean is None  # torch's modules do so without track_running_stats
-            return nn.functional.batch_norm(
-                x, self.running_mean, self.running_var, self.weight, self.bias, by_batch, 0.0, self.eps
-            )
+            return nn.functional.batch_norm(x, *terms, by_batch, 0.0, self.eps)
         momentum: Any = self.momentum
         if self.running_mean is None:
             momentum = 0.0
@@ -288,16 +281,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             if momentum is None:
                 # In the statistics' dtype: an integer tensor would give 1 / n in torch's default dtype.
                 momentum = 1 / self.num_batches_tracked.to(collectives.wide(self.running_mean.dtype))
-        y, mean, var = sync_batch_norm(
-            x,
-            self.running_mean,
-            self.running_var,
-            self.weight,
-            self.bias,
-            momentum=momentum,
-            eps=self.eps,
-            axis=self.axis,
-        )
+        y, mean, var = sync_batch_norm(x, *terms, momentum=momentum, eps=self.eps, axis=self.axis)
         for buffer, moved in ((self.running_mean, mean), (self.running_var, var)):
             if buffer is not None and moved is not None:
                 buffer.copy_(moved)
@@ -314,8 +298,7 @@ class SyncBatchNormAct(SyncBatchNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise `x`, of shape ``(N, C, H, W)``, then apply `drop` and `act`."""
         drop, act = self.get_submodule("drop"), self.get_submodule("act")
-        y: torch.Tensor = act(drop(super().forward(x)))
-        return y
+        return cast(torch.Tensor, act(drop(super().forward(x))))
 
 
 _CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, SyncBatchNorm)
@@ -336,8 +319,7 @@ def convert_sync_batch_norm(module: nn.Module, axis: Any = None) -> nn.Module:
 
     Raises:
         UnsupportedError: a batch norm is of another class (lazy, or with its own forward, or parametrized), or its
-            ``forward`` attribute was set, or, without `axis`, it is over a process group that isn't the world's. The
-            message has its path.
+            ``forward`` attribute was set, or, without `axis`, it is over a group that isn't the world's; with its path.
         TreeError: `module` isn't a module.
 
     Example:
@@ -355,8 +337,7 @@ def convert_sync_batch_norm(module: nn.Module, axis: Any = None) -> nn.Module:
             raise UnsupportedError(
                 f"convert_sync_batch_norm: {path or 'the module'!r} is a {type(part).__name__}, which isn't one of "
                 "torch's BatchNorm1d, 2d and 3d or timm's BatchNormAct2d: its forward may do something else. Replace "
-                "it by one of these (a lazy one becomes one when it is first called), or call ltx.nn.sync_batch_norm "
-                "in it."
+                "it by one of these (a lazy one becomes one when first called), or call ltx.nn.sync_batch_norm in it."
             )
         if _made_into(part) not in (None, type(part)) and "forward" in vars(part) and not _is_class_forward(part):
             raise UnsupportedError(

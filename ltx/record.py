@@ -178,7 +178,6 @@ class _Recorder:
         return work
 
     def end(self) -> None:
-        """End the record, and write it."""
         for of, name in self._tapped:
             del vars(of)[name]
         for axis, of_axis in self._axes:
@@ -225,13 +224,7 @@ def _key(axis: AxisComm) -> str:
 
 
 def _sent(
-    operation: str,
-    buffer: torch.Tensor,
-    label: str,
-    arguments: tuple[int, ...] = (),
-    *_: Any,
-    note: Any = (),
-    **__: Any,
+    operation: str, buffer: torch.Tensor, label: str, arguments: Any = (), *_: Any, note: Any = (), **__: Any
 ) -> list[str]:
     """Of a call of :meth:`Channel.issue`: what is compared of it, its label, and a digest of the values.
 
@@ -266,8 +259,7 @@ class Replayed:
         """`state` with the values before the first step. From now on the program receives what the rank received then.
 
         Until now collectives give what they do where all ranks have the same values, as ``train.init`` needs them.
-        `state`: one of the same structure, such as ``train.init(params)``, whose tensors are written to. Raises
-        InputError if leaves differ.
+        `state`: one of the same structure (``train.init(params)``), which is written to. InputError if leaves differ.
         """
         state.load_state_dict(self._record["state"])
         state.__dict__["of_step"] = self._record["of_step"]  # it is part of what the rank sends
@@ -309,7 +301,6 @@ class Replayed:
                 vars(axis.compared)["has"] = lambda fn, key=None: True
 
     def _of(self, axis: AxisComm, channel: Channel) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What is recorded of an axis, and of a channel."""
         of_axis = self._record["axes"].get(_key(axis), _new_axis())
         return of_axis, of_axis["channels"].get(channel.name, _new_channel())
 
@@ -375,8 +366,6 @@ class Replayed:
 
 
 class _Alone(Peers):
-    """The peers of a replay."""
-
     def __init__(self, axis: Any, *how: Any):
         super().__init__(axis, *how)
         self._replayed: Replayed = HandedIn.messages
@@ -393,9 +382,8 @@ class _Alone(Peers):
 
 
 #: In place of the shared memory of channels that had it.
-_CARRIED: Any = SimpleNamespace(
-    error=None, busy=False, failures=dict, lost_peers=list, room=lambda nbytes: None, close=lambda: None
-)
+_NOTHING = {"room": lambda nbytes: None, "close": lambda: None}
+_CARRIED: Any = SimpleNamespace(error=None, busy=False, failures=dict, lost_peers=list, **_NOTHING)
 
 
 def _alike(operation: str, x: torch.Tensor, rank: int, n: int) -> torch.Tensor:
@@ -477,8 +465,7 @@ def _open_group(rank: int, size: int) -> None:
     if (backend := "ltx_replay") not in HOST_BLOCKING:
         HOST_BLOCKING.add(backend)
         dist.Backend.register_backend(backend, make, devices=["cpu", "cuda"])
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=size)  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

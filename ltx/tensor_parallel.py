@@ -100,7 +100,6 @@ class Layout:
 
 
 def _ranks_of(axis: Any) -> list[int]:
-    """The ranks of the world on `axis`."""
     return [dist.get_rank()] if axis.comm is None else dist.get_process_group_ranks(axis.comm.group)
 
 

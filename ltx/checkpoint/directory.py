@@ -59,11 +59,8 @@ def put_back(path: Path) -> None:
     Any process may do this at any time, since it can't know whether the replacing process lives on another machine; a
     live one finds the name taken and tries again. Raises CheckpointError if this process can't write there.
     """
-    for name in _names(path):
-        set_aside = _REPLACED.fullmatch(name)
-        if set_aside is None:
-            continue
-        aside, final = path / name, path / set_aside[1]
+    for set_aside in filter(None, map(_REPLACED.fullmatch, _names(path))):
+        aside, final = path / set_aside[0], path / set_aside[1]
         if final.exists():  # replaced: the old one mustn't come back if the new one is removed
             remove(aside)
             continue
@@ -89,7 +86,6 @@ def sha256(file: Path) -> str:
 
 
 def describe(directory: Path, names: Iterable[str]) -> dict[str, Any]:
-    """Size and digest of the files `names`, for the manifest."""
     return {name: {"bytes": (directory / name).stat().st_size, "sha256": sha256(directory / name)} for name in names}
 
 
@@ -97,8 +93,7 @@ def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     """Rename `temporary` to a checkpoint's name `final`, once all files are on the disk; replaces an old checkpoint.
 
     Not every file system can replace a directory that isn't empty by a rename. So the old checkpoint first gets a
-    hidden name that contains its own name: if this process ends in between, the next process puts it back
-    (:func:`put_back`).
+    hidden name that contains its own: if this process ends in between, the next one puts it back (:func:`put_back`).
     """
     with open(temporary / MANIFEST, "w", encoding="utf-8") as file:
         json.dump({**manifest, "digest": _digest(manifest)}, file, indent=1)
@@ -122,14 +117,13 @@ def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     _to_disk(final.parent)
     put_back(final.parent)  # remove the replaced checkpoint
     # Now the unfinished files of processes that have ended.
-    for name in os.listdir(final.parent):
-        made_by = _HIDDEN.fullmatch(name)
-        if made_by and made_by["host"] == socket.gethostname():
+    for made_by in filter(None, map(_HIDDEN.fullmatch, os.listdir(final.parent))):
+        if made_by["host"] == socket.gethostname():
             try:
                 os.kill(int(made_by["pid"]), 0)
             except OSError as error:
                 if error.errno == errno.ESRCH:
-                    remove(final.parent / name)
+                    remove(final.parent / made_by[0])
 
 
 def prune(path: Path, keep: int, committed: int, run: str) -> None:
@@ -204,6 +198,5 @@ def _to_disk(path: Path) -> None:
         os.close(opened)
 
 
-# The run of this process' checkpoints, by directory. It is process-wide state, like the files. Checkpoints from before
-# runs had names belong to the run "".
+# The run of this process' checkpoints, by directory. Checkpoints from before runs had names belong to the run "".
 runs: dict[Path, str] = {}

@@ -8,8 +8,9 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count, takewhile
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
@@ -32,8 +33,7 @@ class Restored:
 
     Attributes:
         state: the training state for the next step.
-        data: the position in the data that this rank gave to :func:`ltx.checkpoint.save`; with ``data="all"`` a list of
-            the positions of all ranks that saved.
+        data: the position that this rank gave to :func:`ltx.checkpoint.save`; with ``data="all"`` those of all, a list.
         step: the number of steps that the state has done.
         path: the directory of the checkpoint.
     """
@@ -46,8 +46,7 @@ class Restored:
 
 @checked("path")
 def latest(path: str | os.PathLike[str]) -> Path | None:
-    """The directory of the latest checkpoint under `path`, or None if there is none. It doesn't communicate, and
-    doesn't verify the files.
+    """The directory of the latest checkpoint under `path`, or None. It doesn't communicate, nor verify the files.
 
     Example:
         >>> import ltx
@@ -78,13 +77,11 @@ def load(
 
     On the same number of ranks training goes on bit for bit as without the interruption. Sizes of buckets and the order
     of hooks may have changed: communication state is kept by parameter. On another number of ranks every rank gets the
-    replicated values, sharded optimizer state is resharded, and random number generators are left alone, with a
-    warning.
+    replicated values, sharded optimizer state is resharded, and random number generators stay, with a warning.
 
     Args:
         path: as in :func:`ltx.checkpoint.save`.
-        state: a state of the same structure, such as ``train.init(params)``, which shows what to read and to which
-            devices. It isn't changed.
+        state: one of the same structure, such as ``train.init(params)``: what to read, and where to. It isn't changed.
         step: load only the checkpoint of this step. None: the latest whole one.
         data: "own" returns the data position that this rank saved; the number of ranks must be the same, or all
             positions equal. "all" returns a list of the positions of all ranks that saved, for you to divide.
@@ -92,16 +89,14 @@ def load(
             same number of ranks; on another number leave them alone without a warning.
         per_rank: what to do with per-rank values (local SGD's parameters, batch norm's buffers, error feedback) on
             another number of ranks, or if `state` has one value for all ranks instead: "refuse" raises; "mean" gives
-            every rank the mean of the saved values, or rank 0's value for integers. With "mean" training isn't
-            bit-equal.
+            every rank the mean of the saved values, or rank 0's value for integers: training isn't bit-equal.
         axis: as in :func:`ltx.checkpoint.save`.
 
     Returns:
         A :class:`Restored`: ``.state``, ``.data``, ``.step``, ``.path``.
 
     Raises:
-        CheckpointError: there is no whole checkpoint, or a rank couldn't read one for another reason, such as too
-            little memory. All ranks raise it.
+        CheckpointError: there is no whole checkpoint, or a rank couldn't read one (too little memory). All raise it.
         InputError: (a ValueError) the checkpoint doesn't fit `state` or the number of ranks; it names leaf and way out.
 
     Example:
@@ -118,17 +113,13 @@ def load(
     together, passed_over = Together("checkpoint.load", axis), list[str]()
     with together.leaving():
         base = Path(os.path.abspath(path))
-        _, (found, *_) = together.exchange(
-            lambda: (None, _wanted(base, state, step, data, per_rank)), "checkpoint.load"
-        )
+        _, (found, *_) = together.exchange(partial(_wanted, base, state, step, data, per_rank), "checkpoint.load")
         for at in found:
             where = directory.step_path(base, at)
-            opening = partial(open_checkpoint, where, together.rank, together.size)
-            opened, problems = _attempt(together, where, opening)
+            opened, problems = _attempt(together, where, partial(open_checkpoint, where, together.rank, together.size))
             if opened is not None and not problems:
                 # All reads come before the ranks' last exchange: afterwards a rank may remove the checkpoint.
-                reading = partial(_read, opened, state, data, per_rank, bool(rng))
-                read, problems = _attempt(together, where, reading)
+                read, problems = _attempt(together, where, partial(_read, opened, state, data, per_rank, bool(rng)))
                 if read is not None and not problems:
                     restored, drawn = read
                     directory.runs[base] = str(opened.manifest.get("run", ""))
@@ -154,8 +145,7 @@ def _warn(text: str) -> None:
     warnings.warn(f"checkpoint.load: {text}", RuntimeWarning, stacklevel=4)  # at the caller's line
 
 
-@dataclass(frozen=True)
-class Opened:
+class Opened(NamedTuple):
     """A verified checkpoint, opened by this rank."""
 
     path: Path
@@ -172,19 +162,14 @@ class Opened:
         return name in self.metadata.state_dict_metadata
 
     def like(self, name: str) -> tuple[torch.Size, torch.dtype]:
-        """(shape, dtype) of the tensor saved under `name`."""
         entry = self.metadata.state_dict_metadata[name]
         assert isinstance(entry, dcp.TensorStorageMetadata)
         return entry.size, entry.properties.dtype
 
     def structure(self, name: str) -> Any:
-        """Read a structure that :func:`ltx.checkpoint.storage.encode` has encoded."""
-        names, pieces = [name], list[Piece]()
-        while self.has(f"{name}.{len(names) - 1}"):
-            names.append(f"{name}.{len(names) - 1}")
-        for each in names:
-            shape, dtype = self.like(each)
-            pieces.append(Piece(each, torch.empty(shape, dtype=dtype, device="cpu")))
+        parts = takewhile(self.has, (f"{name}.{number}" for number in count()))
+        likes = {each: self.like(each) for each in (name, *parts)}
+        pieces = [Piece(each, torch.empty(shape, dtype=dtype, device="cpu")) for each, (shape, dtype) in likes.items()]
         storage.read(self.path, self.metadata, pieces)
         try:
             described, *tensors = (piece.tensor for piece in pieces)
@@ -207,13 +192,13 @@ def open_checkpoint(path: Path, rank: int, size: int) -> Opened:
     return Opened(path, manifest, metadata, rank, size)
 
 
-def _wanted(base: Path, state: TrainState, step: int | None, data: str, per_rank: str) -> list[int]:
+def _wanted(base: Path, state: TrainState, step: int | None, data: str, per_rank: str) -> tuple[None, list[int]]:
     if data not in ("own", "all"):
         raise InputError(f'checkpoint.load: data must be "own" or "all", got {brief(data)}.')
     if per_rank not in ("refuse", "mean"):
         raise InputError(f'checkpoint.load: per_rank must be "refuse" or "mean", got {brief(per_rank)}.')
     check_state("checkpoint.load", state)
-    return [at for at in directory.steps(base) if step in (None, at)]
+    return None, [at for at in directory.steps(base) if step in (None, at)]
 
 
 def _attempt(together: Together, path: Path, make: Callable[[], T]) -> tuple[T | None, list[str]]:
@@ -228,10 +213,7 @@ def _attempt(together: Together, path: Path, make: Callable[[], T]) -> tuple[T |
         except CheckpointError as error:
             return None, str(error)
 
-    after = (
-        " The checkpoint may be whole, so no older one is loaded in its place. Load it again once the error is mended, "
-        "or name another step."
-    )
+    after = " The checkpoint may be whole, so no older one is loaded in its place. Mend that, or name another step."
     made, told = together.exchange(tried, f"checkpoint.load: {path} can't be read", after)
     return made, list(dict.fromkeys(filter(None, told)))
 
@@ -246,8 +228,7 @@ def _check_names(opened: Opened, wanted: set[str]) -> None:
             more = f", nor {'are' if len(others) > 1 else 'is'} {', '.join(others[:7])}" if others else ""
             raise InputError(
                 f"checkpoint.load: leaf {first!r} {what}{more}. It was saved by {opened.saved_ranks} ranks with "
-                f"{opened.manifest['strategy']}. Build the state with the model, optimizer and strategy that it was "
-                "saved with."
+                f"{opened.manifest['strategy']}. Build the state with the model, optimizer and strategy of then."
             )
 
 
@@ -311,8 +292,7 @@ def _read(
         tensor = pieces[0].tensor
         if len(pieces) > 1:  # leaf by leaf, since all ranks' values of all leaves may not fit into memory
             storage.read(opened.path, opened.metadata, pieces)
-            wide = torch.complex128 if tensor.is_complex() else torch.float64
-            total = torch.zeros_like(tensor, dtype=wide)
+            total = torch.zeros_like(tensor, dtype=torch.complex128 if tensor.is_complex() else torch.float64)
             for piece in pieces:
                 total += piece.tensor
             tensor = (total / len(pieces)).to(tensor.dtype)

@@ -56,8 +56,7 @@ def preemption(
     (EX_TEMPFAIL), which tells schedulers to restart it.
 
     Raises:
-        InputError: `every` isn't a positive number, or this isn't the main thread; only the main thread can handle
-            signals.
+        InputError: `every` isn't a positive number, or this isn't the main thread, which alone can handle signals.
 
     Example:
         >>> import ltx

@@ -110,13 +110,11 @@ def _contents(state: TrainState, rank: int, data: Any, rng: bool) -> tuple[list[
 def begin_saving(
     operation: str, path: Any, state: TrainState, data: Any, rng: bool, keep: int | None, axis: Any
 ) -> Job:
-    """Let the ranks agree on a save before they write anything."""
     base = Path(os.path.abspath(path))
     together = Together(operation, axis)
     temporary = list[Path]()
 
     def offer() -> tuple[tuple[list[Piece], list[Piece], list[Piece]], dict[str, Any]]:
-        """The pieces that this rank saves, and their description for the other ranks."""
         if keep is not None:
             whole("checkpoint: keep", keep, 1, besides="None (all) or ")
         try:
@@ -131,10 +129,9 @@ def begin_saving(
         savers = [0] if together.comm is None else together.comm.global_ranks
         if state.layout.held_by and not {*savers} <= {*state.layout.held_by}:
             raise InputError(
-                "checkpoint: the state is of parts of DTensors, and ranks that hold others would save to the same "
-                "directory, which keeps one rank's for all. Save those of each rank of the model in a directory of "
-                "their own: ltx.checkpoint.save(f\"{path}/{mesh['model'].get_local_rank()}\", state.parts, "
-                "axis=mesh['data'])."
+                "checkpoint: the state is of parts of DTensors, and ranks that hold others would overwrite these. "
+                "Save those of each rank of the model in a directory of their own: "
+                "ltx.checkpoint.save(f\"{path}/{mesh['model'].get_local_rank()}\", state.parts, axis=mesh['data'])."
             )
         if together.rank == 0:
             base.mkdir(parents=True, exist_ok=True)
@@ -218,8 +215,7 @@ def save(
         path: the directory of all checkpoints of this run, on a file system that all ranks see.
         state: the state of a train step. It is only read. data: this rank's position in its data: dicts with string
             keys, lists, tuples, tensors, numbers, strings. A position that is the same on every rank is saved once.
-        rng: save each rank's default random number generators too: torch's (CPU and current CUDA device), Python's, and
-            NumPy's if it is imported.
+        rng: save each rank's default generators too: torch's (CPU, current CUDA device), Python's, NumPy's if imported.
         keep: the number of this run's latest checkpoints that stay, the new one included; None keeps all. Other runs'
             checkpoints stay. A process that has loaded a checkpoint continues its run (:func:`load`).
         axis: the ranks that save together, as in :func:`ltx.psum`: the ranks of the train step.
@@ -309,8 +305,7 @@ def save_async(
 
     Returns:
         A handle: ``.done``, and ``.result()``, which waits and raises the save's error, on all ranks alike. A failure
-        also gives a RuntimeWarning, in case nobody calls ``.result()``. ``ltx.shutdown()`` and the end of the process
-        wait for the save.
+        also gives a RuntimeWarning, in case nobody calls it. ``ltx.shutdown()`` and the process' end wait for the save.
 
     Example:
         >>> import tempfile, torch, ltx

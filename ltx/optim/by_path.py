@@ -31,11 +31,8 @@ class Partition(Optimizer):
     def offers(self) -> OptimizerOffers:
         each = [member.offers for _, member in self.members]
         moves = {one.moves_params for one in each}
-        return OptimizerOffers(
-            all(one.elementwise for one in each),
-            all(one.leafwise for one in each),
-            True if True in moves else None if None in moves else False,
-        )
+        moved = True if True in moves else None if None in moves else False
+        return OptimizerOffers(all(one.elementwise for one in each), all(one.leafwise for one in each), moved)
 
     def init(self, params: Tree) -> States:
         (leaves, spec), places = tree.flatten(params), self._places(params)
@@ -82,18 +79,15 @@ class Partition(Optimizer):
         return found if gives_gradients else None
 
     def _each(self, method: str, grads: Tree, state: States, params: Tree, donate: bool) -> tuple[Tree, States]:
-        if not isinstance(state, dict) or set(state) != {label for label, _ in self.members}:
-            raise OptimError(
-                f"{self} expected a state with the parts {[label for label, _ in self.members]}, got {brief(state)}."
-            )
+        labels = [label for label, _ in self.members]
+        if not isinstance(state, dict) or {*state} != {*labels}:
+            raise OptimError(f"{self} expected a state with the parts {labels}, got {brief(state)}.")
         (leaves, spec), places = tree.flatten(params), self._places(params)
         results: list[Any] = [None] * len(leaves)
         given, after = optimizers.leaves_like(spec, grads, "grads"), {}
         for label, member in self.members:
-            own = _only(spec, leaves, places[label])
-            result, after[label] = getattr(member, method)(
-                _only(spec, given, places[label]), state[label], own, donate=donate
-            )
+            own, wanted = (_only(spec, each, places[label]) for each in (leaves, given))
+            result, after[label] = getattr(member, method)(wanted, state[label], own, donate=donate)
             found = optimizers.leaves_like(tree.flatten(own)[1], result, "updates")
             for place, leaf in zip(places[label], found, strict=True):
                 results[place] = leaf
@@ -173,13 +167,11 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Mapping[str, str] | C
         labels: a mapping from patterns of paths (as in :mod:`fnmatch`, such as ``"*.norm.*"``) to labels; the first
             pattern that matches counts. Or a function from a path to a label; it must be importable if the optimizer is
             to be pickled. A pattern may match frozen parameters, which get no optimizer. Paths are those of
-            ``module.named_parameters()``. To go by shapes, make a mapping of names: ``{name: "matrix" if p.dim() == 2
-            else "rest" for name, p in ...}``.
+            ``module.named_parameters()``. By shape: ``{name: "matrix" if p.ndim == 2 else "rest" for name, p in ...}``.
 
     Raises:
         ltx.errors.OptimError: an argument has another type, or some groups have optimizers and others only gradient
-            transformations. ``init`` raises it if a pattern matches no parameter, or if a parameter has no label or one
-            without an optimizer.
+            transformations. In ``init``: a pattern matches no parameter, or a parameter has no label with an optimizer.
     """
     if not isinstance(optimizers, Mapping) or not optimizers:
         raise OptimError(f"partition expected optimizers by label, got {brief(optimizers)}.")
@@ -193,9 +185,8 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Mapping[str, str] | C
         # A partition of gradient transformations only is a transformation itself.
         if member.offers.moves_params is False and any(other.offers.moves_params for other in optimizers.values()):
             raise OptimError(
-                f"partition: {member}, for {label!r}, gives gradients where others give updates, so the parameters of "
-                "its group would move along their gradients, uphill. To leave them as they are: "
-                f"ltx.train_step(..., trainable=). To train them: chain({member}, optimizer)."
+                f"partition: {member}, for {label!r}, gives gradients where others give updates: its group would move "
+                f"uphill. To leave it: ltx.train_step(..., trainable=). To train it: chain({member}, optimizer)."
             )
     if isinstance(labels, Mapping) and all(isinstance(each, str) for pair in labels.items() for each in pair):
         return Partition(tuple(optimizers.items()), tuple(labels.items()))
@@ -213,8 +204,6 @@ def from_torch(
     **kwargs: Any,
 ) -> Optimizer:
     """Any ``torch.optim`` class as an optimizer with explicit state. Its results equal the class's to the bit.
-
-    This one holds nothing: it gets parameters, gradients and its state, and returns the next parameters and state.
 
     >>> import torch, ltx
     >>> optimizer = from_torch(torch.optim.SGD, lr=0.5, momentum=0.9)
@@ -254,9 +243,8 @@ def from_torch(
             "weight_decay": 0.0}, {"params": "*"}]``: names (or patterns), or pairs of ``named_parameters()``, and each
             parameter in a group. The state is a dict by pattern, or by place in the list ("0", "1", ...).
         lr: a number, or a schedule as in optax: a function from the number of updates done so far (0 at first) to a
-            number or 0-dim tensor. Or a rate that the state keeps, :func:`adjustable`. None
-            is torch's default. ASGD and Rprop keep a rate of their own in the state, which starts as the schedule's
-            value at `start_step`.
+            number or 0-dim tensor. Or a rate that the state keeps, :func:`adjustable`. None is torch's default. ASGD
+            and Rprop keep a rate of their own in the state, which starts as the schedule's value at `start_step`.
         start_step: the first steps, so many, have no update, as if there were no gradients: the state of torch's class
             (Adam's own count) begins with the first real one, and a schedule counts all steps. For a group, too.
         kwargs: the hyperparameters of `cls`, by torch's names. A number, or a tuple of numbers such as ``betas``, may
@@ -313,13 +301,11 @@ def masked(transform: Optimizer, where: str | Sequence[str]) -> Optimizer:
 
     Args:
         transform: a gradient transformation, not an optimizer, since the other parameters' gradients would then be
-            taken for updates. ``ltx.train_step(trainable=)`` leaves parameters alone, :func:`partition` gives them
-            another optimizer.
+            taken for updates: ``ltx.train_step(trainable=)`` leaves them alone, :func:`partition` has one for each.
         where: a pattern of paths, or several of them, as in :func:`partition`.
 
     Raises:
-        ltx.errors.OptimError: `transform` isn't a gradient transformation. ``init`` raises it if a pattern matches no
-            parameter.
+        ltx.errors.OptimError: `transform` isn't a gradient transformation. In ``init``: a pattern matches no parameter.
     """
     if not isinstance(transform, Optimizer) or transform.offers.moves_params:
         raise OptimError(

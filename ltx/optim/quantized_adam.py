@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -41,9 +41,7 @@ class QAdamOptimizer(optimizers.TorchOptimizer):
 
     @property
     def betas(self) -> tuple[float, float]:
-        """The decay rates of Adam's moments."""
-        betas: tuple[float, float] = self._kwargs["betas"]
-        return betas
+        return cast(tuple[float, float], self._kwargs["betas"])
 
     @property
     def offers(self) -> OptimizerOffers:
@@ -54,9 +52,8 @@ class QAdamOptimizer(optimizers.TorchOptimizer):
 
     def init(self, params: Tree) -> optimizers.TorchState:
         state = super().init(params)
-        for index, leaf in enumerate(tree.flatten(params)[0]):
+        for path, leaf in zip(tree.leaf_paths(params), tree.flatten(params)[0], strict=True):
             if leaf.is_complex():
-                path = tree.leaf_paths(params)[index]
                 raise OptimError(
                     f"qadam: leaf {path!r} is {tree.describe(leaf)}: momenta travel in 8 bits, for which parameters "
                     "must be real. Keep real and imaginary parts apart (torch.view_as_real)."
@@ -103,7 +100,6 @@ class QAdamOptimizer(optimizers.TorchOptimizer):
     def _run_on_lists(
         self, grads: Tensors, states: list[LeafState], params: Tensors, rate: float, settled: float, moves: bool
     ) -> None:
-        """The second phase in foreach operations."""
         moments, squares, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
         torch._foreach_add_(steps, 1)
         apart = [(m, g) for m, g in zip(moments, grads, strict=True) if moves and m is not g]

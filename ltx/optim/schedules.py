@@ -19,8 +19,6 @@ from ltx.typing import Tree
 
 @dataclass(frozen=True)
 class WarmupCosine:
-    """Made by :func:`warmup_cosine`."""
-
     peak: float
     warmup_steps: int
     total_steps: int
@@ -59,8 +57,6 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float =
 
 @dataclass(frozen=True)
 class FromScheduler:
-    """Made by :func:`from_scheduler`."""
-
     make: Callable[[torch.optim.Optimizer], LRScheduler]
     lr: float
     # A cache of the rates by step: a scheduler computes them only in order. Every call would compute the same rates.
@@ -87,10 +83,8 @@ class FromScheduler:
         for _ in range(count):
             group = optimizer.param_groups[0]
             if group["momentum"] != momentum:
-                raise OptimError(
-                    f"from_scheduler: {type(scheduler).__name__} changes the momentum too, which a learning rate "
-                    "can't. Give it cycle_momentum=False."
-                )
+                what = f"{type(scheduler).__name__} changes the momentum too"
+                raise OptimError(f"from_scheduler: {what}. Give it cycle_momentum=False.")
             rates.append(float(group["lr"]))
             optimizer.step()
             with warnings.catch_warnings():
@@ -125,8 +119,7 @@ def from_scheduler(make: Callable[[torch.optim.Optimizer], LRScheduler], lr: flo
         lr: the first rate.
 
     Raises:
-        ltx.errors.OptimError: at the first step, if `make` returns something else, or a scheduler that also changes the
-            momentum.
+        ltx.errors.OptimError: at the first step: `make` returns something else, or what changes the momentum too.
     """
     if not callable(make) or isinstance(make, LRScheduler):
         raise OptimError(

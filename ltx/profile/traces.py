@@ -40,8 +40,7 @@ class Trace(Recording):
     collective, their number, sizes, hook, messages and bytes, and what went on during the backward pass.
 
     Attributes:
-        events: the collectives that were issued, in their order. Of simulated ranks these are the buckets' and the
-            exchanges' of the first, without times.
+        events: the collectives issued, in order; of simulated ranks the first's buckets and exchanges, without times.
         packed: the buckets that were reduced, in the order in which their reduction began: ``label``, ``hook``, and
             ``nbytes``, those of its tensors before the hook.
         spans: the times of computing, in the order in which they began: the parts of a train step; for a data-parallel
@@ -70,7 +69,6 @@ class Trace(Recording):
         return "\n".join([f"rank {self.rank} sent {sent}", "", str(table), "", self._beside()])
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
-        """A row for each kind of collective and hook."""
         hooks = {packed.label: packed.hook for packed in self.packed}
         kinds: dict[tuple[str, str], list[Event]] = {}
         for event in self.events:
@@ -79,15 +77,9 @@ class Trace(Recording):
             sizes = [x.nbytes for x in self.packed if (x.label.rpartition(" ")[0], x.hook) == (kind, hook)]
             ends = dict.fromkeys(map(format_bytes, (min(sizes), max(sizes)))) if sizes else ()
             issued = Counter(event.operation for event in events)
-            yield (
-                kind,
-                f"{len(sizes) or len(events):,}",
-                " to ".join(ends),
-                hook,
-                ", ".join(f"{count:,} {operation}" for operation, count in issued.items()),
-                f"{sum(map(_messages, events)):,}",
-                format_bytes(sum(event.nbytes for event in events)),
-            )
+            collectives = ", ".join(f"{count:,} {operation}" for operation, count in issued.items())
+            messages, sent = f"{sum(map(_messages, events)):,}", format_bytes(sum(event.nbytes for event in events))
+            yield kind, f"{len(sizes) or len(events):,}", " to ".join(ends), hook, collectives, messages, sent
 
     def _beside(self) -> str:
         if all(event.completed_s is None for event in self.events):
@@ -157,8 +149,7 @@ def record() -> Iterator[Trace]:
 
     What each rank sees: its own collectives; of simulated ranks the first one's, of buckets and exchanges. Recordings
     can be nested; each records everything. ``print(trace)`` says what was sent, :meth:`Trace.plot` draws a trace and
-    :meth:`Trace.save` writes it for https://ui.perfetto.dev; :func:`ltx.profile.timeline` does both for several ranks
-    together.
+    :meth:`Trace.save` writes it for https://ui.perfetto.dev; :func:`ltx.profile.timeline` does both for several ranks.
 
     Example:
         >>> import ltx, torch
@@ -273,8 +264,7 @@ class Timeline:
                     open_until = [end for end in open_until if end >= bar.end_s] if track == _COMPUTE else []
                     height = 0.8 * 0.75 ** len(open_until)
                     label = None if bar.kind in colors else bar.kind
-                    free = "0.85" if bar.kind == "step" else f"C{len(colors) % 10}"
-                    color = colors.setdefault(bar.kind, free)
+                    color = colors.setdefault(bar.kind, "0.85" if bar.kind == "step" else f"C{len(colors) % 10}")
                     where = [((bar.start_s - zero) * 1e3, (bar.end_s - bar.start_s) * 1e3)]
                     ax.broken_barh(where, (row - height / 2, height), facecolors=color, alpha=0.8, label=label)
                     open_until.append(bar.end_s)
@@ -326,8 +316,7 @@ def timeline(traces: Iterable[Trace]) -> Timeline:
     """The recordings of several ranks on one time axis: ``.plot()`` draws them, ``.save(path)`` writes a file.
 
     Args:
-        traces: the results of :func:`ltx.profile.record` on the ranks, such as those that a run on an ``ltx.Pool``
-            returned.
+        traces: what :func:`ltx.profile.record` gave on each rank, such as what a run on an ``ltx.Pool`` returned.
 
     Raises:
         InputError: there is no trace, or something isn't one.

@@ -14,7 +14,7 @@ SMALL_BYTES = 1 << 16
 
 
 class Chunk(NamedTuple):
-    """A part of a buffer, and the number of bytes that it takes in a segment."""
+    """A part of a buffer."""
 
     numel: int
     dtype: torch.dtype
@@ -149,13 +149,7 @@ def all_to_all(job: Job) -> Iterator[Chunk]:
 
 def psum_scatter(job: Job) -> Iterator[Chunk]:
     out = job.out.view(-1)
-
-    def take(at: slice, rows: list[torch.Tensor]) -> None:
-        total = torch.add(rows[0], rows[1], out=out[at])
-        for row in rows[2:]:
-            total += row
-
-    return _rows(job, take)
+    return _rows(job, lambda at, rows: in_rank_order(torch.add, rows, out[at]))
 
 
 #: How each operation is cut, by its name in :mod:`ltx.core.comm.operations`.

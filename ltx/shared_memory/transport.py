@@ -8,8 +8,7 @@ chunks, and each chunk goes through three phases:
        into its own slot                                                                        -> reduced
     3. every rank copies its result out of the slots, or reduces a small chunk out of them      -> emptied
 
-Buckets of gradients are packed in the segment (:meth:`SharedMemoryTransport.room`): a rank tells for each chunk where
-its input begins.
+Buckets of gradients are packed in the segment (:meth:`SharedMemoryTransport.room`): a rank tells where inputs begin.
 
 Each rank owns three counters that only it writes: how many chunks it has filled, reduced and emptied. A rank does the
 next phase of a chunk when its peers' counters allow it. There is no thread for this: any thread that issues or waits
@@ -23,8 +22,7 @@ also stores the sum of the numbers that it has reduced, taken while they are in 
 
 An exception (an interrupt, or one from a signal handler) may come at any point of a phase. The counters say which
 phases are done, and a phase that isn't counted can be done again from its beginning, so an exception leaves the ranks
-in step. If the exception comes again on the second attempt, the phase itself fails: the transport has failed, and peers
-raise too.
+in step. If it comes again on the second attempt, the phase itself fails: the transport has failed, and peers raise too.
 
 The memory has no name in any file system, so nothing is left behind. Counters are aligned words; x86-64 guarantees that
 others see them after the writes before them. Other processors use sockets.
@@ -82,8 +80,7 @@ def close_files(locks: list[int], files: list[int]) -> None:
     """Close a segment and its lock file, and release this rank's lock."""
     for descriptor in files:
         if descriptor in _locked:
-            # Closing isn't enough: the lock would last as long as any fork that has inherited the file, such as a
-            # DataLoader's worker.
+            # Closing isn't enough: the lock would last as long as a fork that has inherited it (a DataLoader's worker).
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             _locked.discard(descriptor)
     for descriptor in (*locks, *files):
@@ -136,8 +133,7 @@ class SharedMemoryTransport:
     def _forget_queue(self) -> None:
         # A linked list: one assignment appends, so an interrupt comes before or after it.
         self._tail = _Entry(-1, NO_CHUNK, TransportWork(self), 0)
-        # The last entry known to have been through each phase. The counters are authoritative: an interrupt may come
-        # between the two updates.
+        # The last entry known to be through each phase. The counters count: an interrupt may come between the updates.
         self._through = {FILLED: self._tail, REDUCED: self._tail, EMPTIED: self._tail}
         self._overwritten = -1  # the place of the chunk whose reduction has begun
 
@@ -370,9 +366,8 @@ class SharedMemoryTransport:
 def open_transport(rank: int, exchange: Callable[[str, Any], list[Any]]) -> SharedMemoryTransport | None:
     """Open a transport between ranks. `exchange` returns all ranks' values; all ranks call it in the same order.
 
-    None if not all of them share this machine's memory. Ranks in different network namespaces
-    count as different machines, because such namespaces exist to try a network. The environment variable
-    LTX_SHARED_MEMORY=0, on any rank, turns shared memory off.
+    None if not all of them share this machine's memory, or LTX_SHARED_MEMORY=0 on any rank turns it off. Different
+    network namespaces count as different machines, because they exist to try a network.
     """
     mine: dict[str, object] = {"machine": None}
     files: list[int] = []
