@@ -127,8 +127,7 @@ def _order(length: int, seed: int, shuffle: bool) -> torch.Tensor:
     return torch.randperm(length, generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
-# What a rank tells its peers at each step.
-_DONE, _HAS_DATA, _FAILED = 0, 1, 2
+_DONE, _HAS_DATA, _FAILED = 0, 1, 2  # what a rank tells its peers at each step
 
 
 def uneven(

@@ -13,8 +13,7 @@ from ltx.core import collectives
 from ltx.core.base.arguments import checked, whole
 from ltx.errors import InputError
 
-#: The exit code (EX_TEMPFAIL) of a process that stopped on request and may be restarted.
-RESUMABLE = os.EX_TEMPFAIL
+RESUMABLE = os.EX_TEMPFAIL  #: the exit code (EX_TEMPFAIL) of a process that stopped on request and may be restarted
 
 
 class Preemption:

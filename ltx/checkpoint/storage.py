@@ -80,9 +80,7 @@ def check_state(what: str, state: Any) -> None:
 
 
 def leaves_of(state: TrainState) -> list[Piece]:
-    """The leaves of `state`, in the order of its flattening. Paths in a sharded optimizer state don't contain the
-    number of the shard, so that they are equal for any number of ranks.
-    """
+    """The leaves of `state`, as it is flattened. Their paths are the same for any shard, and any number of ranks."""
     shards = state.opt_state if isinstance(state.opt_state, Shards) else None
     if shards is not None and shards.rank is None:
         shards = None  # simulated ranks: all parts in one tensor

@@ -24,8 +24,7 @@ _HEARD_S, _LEAVING_S = 10.0, 1.0
 # The places of conclude(): parts for rank 0, rank 0's outcome, and that others have read it.
 _PARTS, _OUTCOME, _HEARD = 2, 3, 4
 
-#: A rank's error as the others learn of it: (class name, text); None without an error.
-Trouble = tuple[str, str] | None
+Trouble = tuple[str, str] | None  #: a rank's error as the others learn of it: (class name, text); None without an error
 
 
 def said_of(error: BaseException) -> tuple[str, str]:
@@ -40,10 +39,7 @@ def said_of(error: BaseException) -> tuple[str, str]:
 
 
 def refuse(by_rank: Sequence[Trouble], own: Exception | None, what: str, after: str = "") -> None:
-    """If any rank failed, raise the same error on all ranks; `own` is this rank's error.
-
-    Its class is that of the failed ranks' errors, if they agree on one of ltx's classes, else CheckpointError.
-    """
+    """If any rank failed, raise one error on all, of the class in ltx.errors that they agree on; `own` is this rank's."""
     failed = {rank: trouble for rank, trouble in enumerate(by_rank) if trouble is not None}
     if not failed:
         return
@@ -137,10 +133,7 @@ class Together:
                     self._exchange.announce(f"{self._places}/{at}", post)
 
     def conclude(self, make: Callable[[], T], decide: Callable[[list[T]], None], failed: str, after: str = "") -> None:
-        """Call `make` on every rank and ``decide(results)`` on rank 0. For any thread, after an exchange.
-
-        If either raises, all raise one error. `failed`, `after`: as for :meth:`exchange`.
-        """
+        """Call `make` on all ranks, ``decide(results)`` on rank 0; raise as :meth:`exchange`. After it, on any thread."""
         patience_s = _LEAVING_S
         try:
             with self.leaving():

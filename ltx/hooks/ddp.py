@@ -249,8 +249,7 @@ class ToTorch:
         self._states: dict[str, LeafState] = {}
         self._loaded: dict[str, LeafState] = {}
         self._pass: _Pass | None = None
-        # DDP logs the name of its hook.
-        self.__name__ = self.__qualname__ = f"to_torch({hook!r})"
+        self.__name__ = self.__qualname__ = f"to_torch({hook!r})"  # DDP logs the name of its hook
 
     def __repr__(self) -> str:
         return self.__qualname__
@@ -276,8 +275,7 @@ class ToTorch:
                 self._pass = None
             return future
         except BaseException as error:
-            # Tell the peers, which may wait for the rest of this pass.
-            if self._pass is not None:
+            if self._pass is not None:  # tell the peers, which may wait for the rest of this pass
                 self._pass.pending.abandon(error)
                 self._pass = None
             raise

@@ -54,10 +54,7 @@ class Grid(NamedTuple):
 
 @dataclass(frozen=True)
 class EightBitHook(CompressedAllReduce):
-    """Messages are ``[centre, step] of each group, a signed byte for each number``; its code is 0.
-
-    x^ = centre + code * step
-    """
+    """Messages are ``[centre, step] of each group, a code of a signed byte for each number``: centre + code * step."""
 
     def groups(self, m: int) -> int:
         """The number of groups in a row of m numbers; each group has its own grid."""
@@ -141,10 +138,7 @@ class EightBitHook(CompressedAllReduce):
     def decoded_in_turn(
         self, message: torch.Tensor, m: int, dtype: torch.dtype, row: torch.Tensor | None = None
     ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """:meth:`decode` of one eager message on the CPU, chunk by chunk: yields (slice, the numbers there).
-
-        The numbers are written into `row`; without `row`, into memory that the next chunk overwrites.
-        """
+        """:meth:`decode` of an eager message by chunks: yields (slice, numbers), in `row`, or in memory used again."""
         count = self.groups(m)
         width = m // count
         grid, start = from_message(message[None], 0, 2 * count, dtype)

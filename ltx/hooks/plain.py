@@ -43,10 +43,7 @@ class Noop(CommHook):
 
 
 def resolve_hook(strategy: Strategy, field: str, *besides: str) -> CommHook:
-    """The hook in a strategy's `field`. If the field holds a hook's name, the hook replaces it, so both compare equal.
-
-    `besides`: other names that the strategy accepts, for errors.
-    """
+    """The hook in a strategy's `field`, where it replaces its name, so both compare equal. `besides`: other names."""
     value = getattr(strategy, field)
     if isinstance(value, str) and value in NAMES:
         value = EXACT if value == "allreduce" else getattr(hooks, value.upper())()

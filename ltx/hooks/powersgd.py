@@ -169,8 +169,7 @@ class PowerSGD(PowerHook):
                 states[m][Q] = start
         products = {m: pair for (m, *_), pair in zip(thin, zip(firsts, seconds, strict=True), strict=True)}
         sums = dict(zip(whole, whole_sums.split([parts[m].numel() for m in whole]), strict=True))
-        # 1/n of the total on each of n ranks adds up to the total.
-        early = feedback and buffers.is_plain(inputs.flat)
+        early = feedback and buffers.is_plain(inputs.flat)  # 1/n of the total on each of n ranks adds up to the total
         total = _assembled(parts, products, sums, 1 / n if early else None)
 
         def remainder(corrected: Tensor) -> Tensor:
@@ -326,9 +325,7 @@ def multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def orthonormal_all(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """The transposes of `matrices`, each of shape ``(length, r)``, with orthonormal rows: one :func:`orthonormal` of
-    all, padded with zeros, which don't change the result.
-    """
+    """The transposes of `matrices`, ``(length, r)``, with orthonormal rows: one :func:`orthonormal` of all, padded."""
     if not matrices:
         return []
     length, ranks = (max(matrix.shape[dim] for matrix in matrices) for dim in (0, 1))

@@ -147,8 +147,7 @@ def _tensors(what: str, value: Any) -> Tree:
         return tuple(_tensors(what, each) for each in value)
     if not isinstance(value, Tensor) or value.ndim:
         return torch.tensor(arguments.number(what, value, 0, OptimError), dtype=torch.float64, device="cpu")
-    # one for each simulated rank
-    for each in unwrapped(value).detach().flatten().tolist():
+    for each in unwrapped(value).detach().flatten().tolist():  # one for each simulated rank
         arguments.number(what, each, 0, OptimError)
     return value.to("cpu", torch.float64, copy=True)  # a copy, so that the caller may overwrite `value` later
 

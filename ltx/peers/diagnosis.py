@@ -30,15 +30,11 @@ from ltx.core.comm.passes import Failed, Raised
 
 #: Keys with this suffix count the axes that a rank has opened; without the key a rank has opened none.
 OPENED = "opened"
-#: The prefix of the places of calls that ltx.debug_checks() compares.
-CHECKS = "checks"
-#: The prefix of records' keys in the store.
-RECORDS = "ltx/records/"
-#: The name of the axis that ranks are on while ``ltx.init`` makes their world.
-INIT = "ltx.init"
+CHECKS = "checks"  #: the prefix of the places of calls that ltx.debug_checks() compares
+RECORDS = "ltx/records/"  #: the prefix of records' keys in the store
+INIT = "ltx.init"  #: the name of the axis that ranks are on while ``ltx.init`` makes their world
 
-#: A thread: (its process' rank in the world, its number in the process).
-Node = tuple[int, int]
+Node = tuple[int, int]  #: a thread: (its process' rank in the world, its number in the process)
 
 #: What to do after a failure.
 _NEW_WORLD = (
@@ -231,8 +227,7 @@ def made_of(error: LtxError, peer: int, why: str) -> LtxError:
 def describe_lost(lost: Iterable[int], ended: Iterable[int]) -> str:
     """A text that says which ranks of `lost` are gone, and which have ended in good order before this one."""
     left = [rank for rank in lost if rank in set(ended)]
-    # Some ranks may have ended only because others did.
-    if gone := [rank for rank in lost if rank not in left]:
+    if gone := [rank for rank in lost if rank not in left]:  # some ranks may have ended only because others did
         return f"the process of rank {', '.join(map(str, gone))} is gone"
     return (
         f"rank {', '.join(map(str, left))} has ended its part of the world in good order (its `with ltx.init()`, or "

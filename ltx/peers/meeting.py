@@ -24,8 +24,7 @@ from ltx.peers.watcher import Watcher, release_watcher, watch_by
 
 # How long a rank that can't make its part of the world, or that holds the store where it is told, waits for the others.
 _TELL_S = 5.0
-# How long the store may take to answer while ranks connect: it resolves their host names one by one.
-_ANSWER_S = 30.0
+_ANSWER_S = 30.0  # how long the store may take to answer while ranks connect: it resolves their host names one by one
 
 
 class Meeting(Watched):
@@ -84,10 +83,7 @@ class Meeting(Watched):
             raise PeerLostError(f"rank {self.world.rank}: rank {who} has come, and shows no sign of life any more.")
 
     def gather(self, own: Any) -> list[Any]:
-        """Every rank's JSON value, once all have come; `own` is this rank's.
-
-        Raises WorldError if ranks disagree on their number, TimeoutError if some don't come.
-        """
+        """All ranks' JSON values, here `own`; WorldError if their numbers differ, TimeoutError if some don't come."""
         world, here = self.world, dict[int, tuple[int, Any]]()
         self._store.append(HERE, f"{json.dumps([world.rank, world.size, own])}\n")
 

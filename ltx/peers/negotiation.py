@@ -31,8 +31,7 @@ from ltx.core.comm.store_exchange import EXCHANGES, TimeoutStore
 from ltx.peers.diagnosis import CHECKS, OPENED, Record, Status, Waiter, describe_lost, diagnose, silent_of
 from ltx.peers.watcher import hold_watcher, release_watcher
 
-# Calls are numbered through all sessions of debug_checks; each session gets a range of this size.
-_CALLS = 1 << 32
+_CALLS = 1 << 32  # calls are numbered through all sessions of debug_checks; each session gets a range of this size
 
 
 @contextmanager

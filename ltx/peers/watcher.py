@@ -41,10 +41,8 @@ from ltx.peers.diagnosis import INIT, RECORDS, Node, Record, Status, ThreadWait,
 _PAUSE_S, _LINGER_S = 0.5, 3.0
 # The time between two looks at the counter, in a wait that has just begun and in a long wait.
 _FIRST_TICK_S, _LAST_TICK_S = 0.1, 1.0
-# A thread that hasn't called check() for this long doesn't wait any more.
-_LEASE_S = 1.0
-# How long a rank that leaves by an exception waits until its peers know.
-_HEARD_S = 2.0
+_LEASE_S = 1.0  # a thread that hasn't called check() for this long doesn't wait any more
+_HEARD_S = 2.0  # how long a rank that leaves by an exception waits until its peers know
 _PAST = 16  # a record keeps this many axes that have ended
 
 
@@ -63,8 +61,7 @@ class Watcher:
         self.store = store
         self._connection: Store = store.clone()  # type: ignore[attr-defined]
         self._own = PrefixStore(RECORDS, self._connection)
-        #: The axes that the watcher looks after, by label.
-        self.axes: dict[str, Watched] = {}
+        self.axes: dict[str, Watched] = {}  #: the axes that the watcher looks after, by label
         self.deadlocks = Deadlocks(self, rank)
         #: The records of all ranks, as this process has read them last: replaced as a whole.
         self.records: Mapping[int, Record] = {}
@@ -356,8 +353,7 @@ class Deadlocks:
         self._suspected: dict[int, tuple[dict[Node, int], dict[int, float]]] = {}
         self._found: tuple[list[tuple[int, int, int]], str] | None = None
         self._said: Any = None
-        #: Ranks of other axes for which this rank's peers wait.
-        self.wanted: set[int] = set()
+        self.wanted: set[int] = set()  #: ranks of other axes for which this rank's peers wait
         #: By axis: (issues made, threads that have made them) of each key.
         self.counts: dict[str, Callable[[], dict[str, tuple[int, Iterable[int]]]]] = {}
 
@@ -453,8 +449,7 @@ class Deadlocks:
         return still.isdisjoint(nodes)
 
 
-# The watchers by the store of their world's process group.
-_watchers: dict[int, tuple[Store, Watcher]] = {}
+_watchers: dict[int, tuple[Store, Watcher]] = {}  # the watchers by the store of their world's process group
 
 
 def watch_by(watcher: Watcher, store: Store) -> None:

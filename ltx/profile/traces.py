@@ -184,11 +184,8 @@ def record() -> Iterator[Trace]:
 
 def _epoch_s() -> float:
     """The time of day when time.perf_counter() was 0, by the least interrupted of several readings."""
-    readings = []
-    for _ in range(5):
-        before, now, after = time.perf_counter(), time.time(), time.perf_counter()
-        readings.append((after - before, now - (before + after) / 2))
-    return min(readings)[1]
+    readings = ((time.perf_counter(), time.time(), time.perf_counter()) for _ in range(5))
+    return min((after - before, now - (before + after) / 2) for before, now, after in readings)[1]
 
 
 def _rank() -> int:

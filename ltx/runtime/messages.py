@@ -136,8 +136,7 @@ class Failure(NamedTuple):
     in_world: bool = False  # whether the call had sent nothing: if all ranks raise so, the world goes on
 
 
-#: A message whose buffers have more bytes than this sends them through shared memory.
-INLINE_BYTES = 1 << 16
+INLINE_BYTES = 1 << 16  #: a message whose buffers have more bytes than this sends them through shared memory
 _ALIGNMENT = 64
 _MAY_SHARE = hasattr(os, "memfd_create")
 
@@ -176,10 +175,7 @@ def pack(value: Any) -> Message:
 
 
 def digest(value: Any, main: dict[str, Any] | None = None) -> tuple[str, Pickler]:
-    """What tells `value` from what it was before; and its pickler, which has seen what is in it.
-
-    `main`: as in :class:`Pickler`. Raises what pickling the value raises.
-    """
+    """What tells `value` from what it was; and its pickler (of `main`), which has seen what is in it."""
     pickler = Pickler(main)
     pickler.dump(value)
     found = hashlib.sha256(pickler._stream.getbuffer())
@@ -286,15 +282,11 @@ def _written(views: Sequence[memoryview]) -> io.FileIO:
 
 # --- calls -----------------------------------------------------------------------------------------------------------
 
-#: A function with more bytes than this in its closure and globals is warned about.
-LARGE_BYTES = 16 << 20
+LARGE_BYTES = 16 << 20  #: a function with more bytes than this in its closure and globals is warned about
 
 
 def pack_call(number: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Message:
-    """The message of a driver's `number`-th call, ``fn(*args, **kwargs)``: a :class:`Call`, then its objects.
-
-    Raises WorkerError if one of the objects can't be pickled.
-    """
+    """The message of the `number`-th call: a :class:`Call`, then its objects; WorkerError if one can't be pickled."""
     pickler = _Pickler(number, getattr(_unwrapped(fn), "__module__", None) or "", getattr(fn, "main", None))
     try:
         pickler.dump(Call(number, search_path()))
@@ -372,8 +364,7 @@ class _Globals(dict[str, Any]):
         super().__init__({key: of.get(key) for key in ("__name__", "__package__", "__path__", "__file__") if key in of})
 
 
-#: The prefix of the names of these new modules.
-_SENT = "ltx_call_"
+_SENT = "ltx_call_"  #: the prefix of the names of these new modules
 
 
 def _new_globals(number: int, said: dict[str, Any]) -> dict[str, Any]:

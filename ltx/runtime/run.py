@@ -33,8 +33,7 @@ from ltx.core.world.groups import loopback_store
 from ltx.core.world.placement import DEFAULT_PORT, LOOPBACK
 from ltx.runtime.failures import CONSEQUENCES, exit_text
 
-#: The name under which torch's launcher finds :class:`LoopbackRendezvous`.
-LOOPBACK_RENDEZVOUS = "ltx-loopback"
+LOOPBACK_RENDEZVOUS = "ltx-loopback"  #: the name under which torch's launcher finds :class:`LoopbackRendezvous`
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):
@@ -114,8 +113,7 @@ def _problem(parsed: argparse.Namespace) -> str:
     return ""
 
 
-#: The values of --nnodes that mean one machine.
-_ONE = ("1", "1:1")
+_ONE = ("1", "1:1")  #: the values of --nnodes that mean one machine
 
 
 def launch(arguments: Sequence[str]) -> int:

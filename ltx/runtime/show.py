@@ -98,8 +98,7 @@ class Area:
         self._printed = printed
 
     def clear(self, wait: bool) -> None:
-        # with `wait`, only the places that an earlier clear has left
-        self._blank(0 if not wait else self._at)
+        self._blank(0 if not wait else self._at)  # with `wait`, only the places that an earlier clear has left
         self._at, self._printed, self.prints = 0, "", True
 
     def finish(self) -> None:
@@ -348,10 +347,8 @@ class Bar(LiveLine, Shown):
         return f"{slowest.label}{bar} {done / seconds if seconds else 0.0:.1f}/s{behind}{besides}".strip()
 
 
-# An overwritten line is drawn at most once in so many seconds; a bar once in twice that.
-_PAUSE_S = 0.05
-# When a curve has more points than this, every other point is left out.
-_POINTS = 400
+_PAUSE_S = 0.05  # an overwritten line is drawn at most once in so many seconds; a bar once in twice that
+_POINTS = 400  # when a curve has more points than this, every other point is left out
 
 
 class Printed(NamedTuple):

@@ -77,8 +77,7 @@ def serve(connection: Connection, inherited: Inherited | None = None) -> None:
     except Exception as error:
         loop.send(failure_of(error))
         os._exit(1)
-    # Imported modules live as long as the process: the garbage collector needn't look at them.
-    gc.freeze()
+    gc.freeze()  # imported modules live as long as the process: the garbage collector needn't look at them
     gc.enable()
     show.outbox = loop.send
     process.when_made.append(loop.counted)
@@ -131,8 +130,7 @@ def _no_input(prompt: object = "", /) -> str:
     )
 
 
-#: The key under which workers count the calls that have returned.
-_RETURNED = "pool/returned"
+_RETURNED = "pool/returned"  #: the key under which workers count the calls that have returned
 
 # If a call runs on for so long after KeyboardInterrupt, it catches the interrupt, or is in code that ignores it.
 _DEAF_S = 1.0
@@ -196,9 +194,7 @@ class _WorkerLoop:
         self._deliver(pack(message))
 
     def wait_for_others(self, number: int) -> None:
-        """Until the driver asks for more: wait for call `number` as in a collective, where workers that are busy with
-        the call may wait for this one, so that a circle of waits is seen.
-        """
+        """Until the driver asks for more: wait for call `number` as in a collective, so that circles are seen."""
         watcher, ranks = self.counted(number), [*range(int(os.environ["WORLD_SIZE"]))]
         while number and watcher is not None and self.inbox.empty():
             # Busy workers may begin a new world in the call. If the call merely fails, the driver has one made.
@@ -313,14 +309,11 @@ class Process(NamedTuple):
 Starter = Callable[[int, Connection, Sequence[Connection], Sequence[int]], Process]
 
 
-# The default key with which this process' workers authenticate pickles.
-_OWN_KEY = os.urandom(16).hex()
+_OWN_KEY = os.urandom(16).hex()  # the default key with which this process' workers authenticate pickles
 
 
 def starter(method: str, size: int, threads: int, inherited: Inherited | None = None) -> Starter:
-    """A function that starts one worker of a world of `size` on this machine by `method`, or raises WorkerError if this
-    process can't use that now. Forks get `inherited` without pickling.
-    """
+    """What starts a worker of a world of `size` by `method`; WorkerError if it can't now. Forks get `inherited`."""
     if method not in get_args(StartMethod):
         raise WorkerError(f"start_method must be one of {', '.join(map(repr, get_args(StartMethod)))}, got {method!r}.")
     if method == "fork" and torch.cuda.is_initialized():

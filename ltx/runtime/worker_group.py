@@ -30,12 +30,9 @@ from ltx.runtime.worker import Process, Starter
 
 #: After a rank failed, how long the others have to answer: most fail for the same reason, or because of the failure.
 PATIENCE_S = 0.5
-#: How long a rank that was asked to give up has for it, unless the pool says otherwise.
-GRACE_S = 3.0
-# After ranks were busy with a call for so long, those that aren't in it are told.
-_BUSY_S = 1.0
-# How often the driver looks whether to warn that workers will be lost.
-_TELL_S = 0.25
+GRACE_S = 3.0  #: how long a rank that was asked to give up has for it, unless the pool says otherwise
+_BUSY_S = 1.0  # after ranks were busy with a call for so long, those that aren't in it are told
+_TELL_S = 0.25  # how often the driver looks whether to warn that workers will be lost
 _STOP_GRACE_S = 3.0
 # How long a line waits for the same line of the other ranks; a notebook takes a millisecond to show each alone.
 _ALIKE_S = 0.2
@@ -308,10 +305,7 @@ def _wait(
     patience_s: float = float("inf"),
     number: int | None = None,
 ) -> None:
-    """Gather answers until no rank is `waiting`, or until `end`, or until `patience_s` after the first failure.
-
-    While ranks are busy with call `number` for long, the others are told.
-    """
+    """Gather answers until none is `waiting`, `end`, or `patience_s` after a failure; tell the idle of long calls."""
     tell_at = float("inf") if number is None else time.monotonic() + _BUSY_S
     told: set[int] = set()
     try:

@@ -33,8 +33,7 @@ class Job(NamedTuple):
     size: int
 
 
-#: Cuts an operation into chunks.
-Cut = Callable[[Job], Iterator[Chunk]]
+Cut = Callable[[Job], Iterator[Chunk]]  #: cuts an operation into chunks
 #: Copies the part of a result that lies at a place out of all ranks' slots.
 Take = Callable[[slice, list[torch.Tensor]], Any]
 
@@ -55,8 +54,7 @@ def _nothing(*_: object) -> None:
     pass
 
 
-#: A transport puts this in place of a completed chunk.
-NO_CHUNK = Chunk(0, torch.uint8, None, _nothing)
+NO_CHUNK = Chunk(0, torch.uint8, None, _nothing)  #: a transport puts this in place of a completed chunk
 
 
 def _cut(

@@ -91,8 +91,7 @@ class GossipStrategy(NodeStrategy):
         return None
 
 
-# Ranks compare their numbers of steps modulo 2 to this power.
-_BITS = 20
+_BITS = 20  # ranks compare their numbers of steps modulo 2 to this power
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,9 +276,7 @@ class LowPrecisionDecentralized(GossipStrategy):
 
 @dataclass(frozen=True)
 class Ring(NodeHook, PostUpdateHook):
-    """One round of the ring: takes the weights after the optimizer, and returns messages in place of a state: {name of
-    the tensor to which they are added: a row for each rank of a node}.
-    """
+    """A round: takes weights after the optimizer, returns {name of what messages are added to: a row for each mate}."""
 
     state_names: ClassVar[tuple[str, ...]] = ("own", "left", "right")
 

@@ -46,10 +46,8 @@ from ltx.typing import Tree
 
 #: The keys of a parameter's communication state beside that of `outer_hook`: where all ranks began, the outer velocity.
 ANCHOR, VELOCITY = "anchor", "velocity"
-#: The keys of the state of an `outer` optimizer, numbered.
-OUTER = "outer.{}"
-#: The key, with `fragment_sync_delay`, of a 1 while the parameter's outer gradient is being sent, else 0.
-SENT = "sent"
+OUTER = "outer.{}"  #: the keys of the state of an `outer` optimizer, numbered
+SENT = "sent"  #: the key, with `fragment_sync_delay`, of a 1 while the parameter's outer gradient is being sent, else 0
 
 
 @dataclass(frozen=True)

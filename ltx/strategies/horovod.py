@@ -269,8 +269,7 @@ def _matching(groups: tuple[tuple[str, ...], ...], paths: tuple[str, ...]) -> tu
 
 # --- the hooks that Horovod's options need ----------------------------------------------------------------------------
 
-#: The key in the communication state of the sum of a parameter's gradients since the last update.
-PASSES = "passes"
+PASSES = "passes"  #: the key in the communication state of the sum of a parameter's gradients since the last update
 
 
 @around("hook")
@@ -336,8 +335,7 @@ def with_scaled_lr(optimizer: Optimizer, factor: int) -> Optimizer:
     return scaled
 
 
-#: The key of a parameter's value before its move.
-START = "start"
+START = "start"  #: the key of a parameter's value before its move
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,7 @@ from ltx.optim import Optimizer
 from ltx.strategies.nodes import WithinNode
 from ltx.typing import Tree
 
-#: (period, number of ranks), both ascending.
-Levels = tuple[tuple[int, int], ...]
+Levels = tuple[tuple[int, int], ...]  #: (period, number of ranks), both ascending
 
 
 @dataclass(frozen=True)
