@@ -39,7 +39,7 @@ def said_of(error: BaseException) -> tuple[str, str]:
 
 
 def refuse(by_rank: Sequence[Trouble], own: Exception | None, what: str, after: str = "") -> None:
-    """If any rank failed, raise one error on all, of the class in ltx.errors that they agree on; `own` is this rank's."""
+    """If any rank failed, raise one error on all, of the ltx class that they agree on; `own` is this rank's."""
     failed = {rank: trouble for rank, trouble in enumerate(by_rank) if trouble is not None}
     if not failed:
         return
@@ -133,7 +133,7 @@ class Together:
                     self._exchange.announce(f"{self._places}/{at}", post)
 
     def conclude(self, make: Callable[[], T], decide: Callable[[list[T]], None], failed: str, after: str = "") -> None:
-        """Call `make` on all ranks, ``decide(results)`` on rank 0; raise as :meth:`exchange`. After it, on any thread."""
+        """Call `make` on all ranks, ``decide(results)`` on rank 0; raise as :meth:`exchange`. In any thread."""
         patience_s = _LEAVING_S
         try:
             with self.leaving():

@@ -148,7 +148,7 @@ MUTANTS = (
     ),
     Mutant(
         name="comm: who leaves a world after a failure doesn't wait until it is told",
-        where="Members.end",
+        where="Negotiation.end",
         old="self.watcher.tell(wait=True)",
         new="self.watcher.tell(wait=self._ended)",
         breaks="peers say that its process is gone",
