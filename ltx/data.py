@@ -27,8 +27,7 @@ from ltx.typing import Tree
 
 Items = TypeVar("Items")
 
-# Half of the largest seed of a torch.Generator: the seed of an epoch is the sum of two such numbers.
-_LARGEST = (1 << 62) - 1
+_LARGEST = (1 << 62) - 1  # half of a torch.Generator's largest seed: an epoch's is the sum of two such numbers
 
 
 @dataclass(frozen=True)

@@ -199,8 +199,7 @@ def _statistics(x: torch.Tensor, axis: Any) -> tuple[torch.Tensor, torch.Tensor,
         var, mean = torch.var_mean(x, dims, correction=0)
         squares = var * n
     else:
-        # These zeros depend on x, so that this rank's backward pass calls the collective too.
-        mean = squares = x.sum(dims)
+        mean = squares = x.sum(dims)  # zeros that depend on x: this rank's backward pass calls the collective too
     gathered = ltx.all_gather(torch.cat([x.new_full((1,), n), mean, squares]), axis)
     counts, means, squares = gathered[:, :1], gathered[:, 1 : c + 1], gathered[:, c + 1 :]
     count = counts.sum()
@@ -381,8 +380,7 @@ def _made_into(part: nn.Module) -> type[SyncBatchNorm] | None:
         return SyncBatchNorm
     if isinstance(part, SyncBatchNormAct):
         return type(part)
-    # its class computes the weights in properties, which a converted class would lack
-    if "parametrizations" in part._modules:
+    if "parametrizations" in part._modules:  # its class has properties for weights, which SyncBatchNorm lacks
         return None
     # Found by name, so that timm isn't imported; a subclass with its own forward may compute something else.
     owner = next((cls for cls in type(part).__mro__ if "forward" in vars(cls)), None)

@@ -198,5 +198,4 @@ def _to_disk(path: Path) -> None:
         os.close(opened)
 
 
-# The run of this process' checkpoints, by directory. Checkpoints from before runs had names belong to the run "".
-runs: dict[Path, str] = {}
+runs: dict[Path, str] = {}  # of this process' checkpoints, by directory; "" from before runs had names

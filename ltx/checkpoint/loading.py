@@ -181,8 +181,7 @@ class Opened(NamedTuple):
 def open_checkpoint(path: Path, rank: int, size: int) -> Opened:
     """Open the checkpoint in `path`. Raises if of this `rank`'s share of the files, one of `size`, one is damaged."""
     manifest = directory.read_manifest(path)
-    # Every rank verifies the metadata, since every rank decodes it.
-    share = {*sorted(manifest["files"])[rank::size], storage.METADATA}
+    share = {*sorted(manifest["files"])[rank::size], storage.METADATA}  # which every rank decodes
     if problems := directory.verify(path, manifest, sorted(share)):
         raise CheckpointError("; ".join(problems))
     metadata = storage.read_metadata(path)
@@ -260,8 +259,7 @@ def _check_like(opened: Opened, leaf: Piece, name: str) -> None:
     """Raise unless the tensor saved under `name` has the shape and dtype of `leaf`."""
     (shape, dtype), here = opened.like(name), leaf.size
     if leaf.kind == "sharded" and len(shape) == 1:
-        # Both are the whole vector, each padded for its own number of ranks.
-        fits = abs(shape[0] - here[0]) < max(opened.saved_ranks, leaf.parts)
+        fits = abs(shape[0] - here[0]) < max(opened.saved_ranks, leaf.parts)  # each is padded for its ranks
     else:
         fits = shape == here
     if not fits or dtype != leaf.tensor.dtype:

@@ -188,8 +188,7 @@ def digest(pieces: Iterable[Piece], data: bool = True) -> str:
     return found.hexdigest()
 
 
-#: A rank's report for rank 0: JSON of (name, dtype, size, offsets, sizes, file, position, length) for a piece.
-Written = list[list[Any]]
+Written = list[list[Any]]  #: for rank 0: (name, dtype, size, offsets, sizes, file, position, length) of each piece
 
 
 def write(directory: Path, rank: int, pieces: Sequence[Piece]) -> Written:
@@ -220,8 +219,7 @@ def write_metadata(directory: Path, by_rank: Sequence[Written]) -> None:
         entry = found.setdefault(name, dcp.TensorStorageMetadata(properties, torch.Size(size), []))
         entry.chunks.append(dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
         places[dcp.MetadataIndex(name, offsets)] = _StorageInfo(*where)
-    # The structure for DCP's tools: flat, by name.
-    metadata = dcp.Metadata(dict(found), {name: (name,) for name in found}, places)
+    metadata = dcp.Metadata(dict(found), {name: (name,) for name in found}, places)  # flat, for DCP's tools
     with open(directory / METADATA, "wb") as file:
         pickle.dump(metadata, file)
 

@@ -19,10 +19,8 @@ from ltx.errors import CheckpointError, LtxError, UnsupportedError, WorldError
 
 T = TypeVar("T")
 
-# How long rank 0 waits until the others have read its outcome, and how long if it raises.
-_HEARD_S, _LEAVING_S = 10.0, 1.0
-# The places of conclude(): parts for rank 0, rank 0's outcome, and that others have read it.
-_PARTS, _OUTCOME, _HEARD = 2, 3, 4
+_HEARD_S, _LEAVING_S = 10.0, 1.0  # how long rank 0 waits until the others have read its outcome; and if it raises
+_PARTS, _OUTCOME, _HEARD = 2, 3, 4  # places of conclude(): parts for rank 0, its outcome, that others have read it
 
 Trouble = tuple[str, str] | None  #: a rank's error as the others learn of it: (class name, text); None without an error
 

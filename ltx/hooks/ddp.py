@@ -86,8 +86,7 @@ class FromTorch(CommHook):
             raise HookError(f"from_torch takes a function (state, bucket) -> Future[Tensor], got {kind}.")
         if self._name.rpartition(".")[2] in ("bf16_compress_hook", "bf16_compress_wrapper_hook"):
             nccl = dist.is_nccl_available() and torch.cuda.nccl.version() >= (2, 10)
-            # DDP has the same condition for these two hooks
-            if not ((torch.version.cuda or torch.version.hip) and nccl):
+            if not ((torch.version.cuda or torch.version.hip) and nccl):  # DDP's own condition
                 raise HookError(
                     f"{self!r} needs CUDA 11 and NCCL 2.10, as under DDP. ltx.hooks.BF16() works everywhere."
                 )

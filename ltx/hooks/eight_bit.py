@@ -71,8 +71,7 @@ class EightBitHook(CompressedAllReduce):
         groups = rows.view(k * self.groups(m), -1)
         grid = self.grid(groups)
         scaled = torch.round((groups - grid.base) * grid.inverse)
-        # torch converts to int8 eight times faster than to uint8.
-        codes = (scaled - grid.offset).clamp(-128, 127).to(torch.int8)
+        codes = (scaled - grid.offset).clamp(-128, 127).to(torch.int8)  # eight times faster than to uint8
         head = torch.cat([grid.centre.view(k, -1), grid.step.view(k, -1)], 1)
         return torch.cat([to_message(head), to_message(codes.view(k, m))], 1)
 

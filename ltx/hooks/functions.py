@@ -40,8 +40,7 @@ class FromFunctions(LossyHook):
                     f"its argument. For {tree.describe(inputs.flat)} it gave {_said(got)}, and for as many zeros "
                     f"{_said(wanted)}."
                 )
-        # Decompress before sending: the channel may overwrite the buffer.
-        mine = self._decompressed(given, inputs.flat) if feedback else None
+        mine = self._decompressed(given, inputs.flat) if feedback else None  # now: the channel may overwrite it
         message = torch.cat([to_message(part.reshape(1, -1)) for part in parts], 1)[0]
         messages = yield CollectiveRequest("all_gather", message)
         total = torch.zeros_like(inputs.flat)

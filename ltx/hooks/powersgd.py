@@ -355,7 +355,6 @@ def orthonormal(matrices: Tensor) -> Tensor:
             for _ in range(2):
                 rest = torch.baddbmm(rest, rest.bmm(done.mT), done, alpha=-1)
             norm = torch.linalg.vector_norm(rest, dim=-1, keepdim=True)
-        # Comparisons with NaN are false, so a NaN stays.
-        row = torch.where(norm <= limits[:, place : place + 1], 0, rest / norm)
+        row = torch.where(norm <= limits[:, place : place + 1], 0, rest / norm)  # a NaN stays, as it compares as false
         done = torch.cat([done, row], 1) if place else row
     return done

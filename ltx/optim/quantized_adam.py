@@ -81,12 +81,10 @@ class QAdamOptimizer(optimizers.TorchOptimizer):
             self._run_on_lists(grads, states, params, rate, settled, moves=count >= self.warmup_steps)
             return
         with torch.set_grad_enabled(torch.is_grad_enabled() and differentiable):
-            # Leaf by leaf, so that each stays in the CPU's cache.
-            for momentum, state, param in zip(grads, states, params, strict=True):
+            for momentum, state, param in zip(grads, states, params, strict=True):  # leaf by leaf, for the CPU's cache
                 m, v = state["exp_avg"], state["exp_avg_sq"]
                 state["step"].add_(1)
-                # At step w Bagua ignores the ranks' mean momentum (bagua_exact).
-                if count >= self.warmup_steps and m is not momentum:
+                if count >= self.warmup_steps and m is not momentum:  # at step w Bagua ignores it (bagua_exact)
                     m.copy_(momentum)
                 # m / (sqrt(v) / settled + eps), with numerator and denominator multiplied by `settled`
                 root, least = v.sqrt(), self._kwargs["eps"] * settled

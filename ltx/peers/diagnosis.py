@@ -28,8 +28,7 @@ from ltx.core.base import kernel
 from ltx.core.base.errors import DeadlockDetectedError, LtxError, PeerLostError
 from ltx.core.comm.passes import Failed, Raised
 
-#: Keys with this suffix count the axes that a rank has opened; without the key a rank has opened none.
-OPENED = "opened"
+OPENED = "opened"  #: keys with this suffix count the axes that a rank has opened; without the key none
 CHECKS = "checks"  #: the prefix of the places of calls that ltx.debug_checks() compares
 RECORDS = "ltx/records/"  #: the prefix of records' keys in the store
 INIT = "ltx.init"  #: the name of the axis that ranks are on while ``ltx.init`` makes their world
@@ -67,8 +66,7 @@ class Told:
     """What a process tells its peers about its threads."""
 
     waits: list[ThreadWait] = field(default_factory=list)  # the waits of threads that have waited for long
-    # key: (number of issues, threads that made them)
-    counts: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
+    counts: dict[str, tuple[int, list[int]]] = field(default_factory=dict)  # key: (number of issues, their threads)
     #: The waits of the deadlock that the process has found, as (rank, thread, serial), and the error's text.
     found: tuple[list[tuple[int, int, int]], str] | None = None
 

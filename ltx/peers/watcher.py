@@ -37,10 +37,8 @@ from ltx.core.comm.signature import list_values
 from ltx.core.comm.store_exchange import ENDING_S, YIELD_S, StoreCaller, poll_until
 from ltx.peers.diagnosis import INIT, RECORDS, Node, Record, Status, ThreadWait, Told, Watched, silent_of, stuck
 
-# How often a waiting thread looks, and how long the first one that finds a deadlock waits until the others know.
-_PAUSE_S, _LINGER_S = 0.5, 3.0
-# The time between two looks at the counter, in a wait that has just begun and in a long wait.
-_FIRST_TICK_S, _LAST_TICK_S = 0.1, 1.0
+_PAUSE_S, _LINGER_S = 0.5, 3.0  # between looks of a waiting thread; for the first to find a deadlock until others know
+_FIRST_TICK_S, _LAST_TICK_S = 0.1, 1.0  # between looks at the counter, in a new wait and in a long one
 _LEASE_S = 1.0  # a thread that hasn't called check() for this long doesn't wait any more
 _HEARD_S = 2.0  # how long a rank that leaves by an exception waits until its peers know
 _PAST = 16  # a record keeps this many axes that have ended
@@ -56,15 +54,13 @@ class Watcher:
     def __init__(self, store: Store, rank: int, heartbeat_s: float, answer_s: float = 0.0):
         self._rank = rank
         self.users = 1  # who has made it
-        #: A peer without a beat for this long counts as lost; so does a silent store, unless `answer_s` is longer.
-        self.heartbeat_s = heartbeat_s
+        self.heartbeat_s = heartbeat_s  #: also of a silent store, unless `answer_s` is longer
         self.store = store
         self._connection: Store = store.clone()  # type: ignore[attr-defined]
         self._own = PrefixStore(RECORDS, self._connection)
         self.axes: dict[str, Watched] = {}  #: the axes that the watcher looks after, by label
         self.deadlocks = Deadlocks(self, rank)
-        #: The records of all ranks, as this process has read them last: replaced as a whole.
-        self.records: Mapping[int, Record] = {}
+        self.records: Mapping[int, Record] = {}  #: of all ranks, as last read: replaced as a whole
         self.version = 0  # of them
         self._news = True  # whether this process' record has news
         self._wanted_s, self._tick_s = 0.0, _FIRST_TICK_S

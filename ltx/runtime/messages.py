@@ -332,8 +332,7 @@ class _Pickler(Pickler):
         if isinstance(obj, FunctionType):
             name = obj.__code__.co_filename
             entry = linecache.cache.get(name)
-            # without a modification time it isn't a file
-            if entry is not None and len(entry) == 4 and entry[1] is None:
+            if entry is not None and len(entry) == 4 and entry[1] is None:  # without a time it isn't a file
                 cell = getattr(getattr(ipython(), "compile", None), "_filename_map", {}).get(name)  # of a notebook
                 self.sources[name] = (name if cell is None else f"<cell In[{cell}]>", entry[2])
         return super().reducer_override(obj)

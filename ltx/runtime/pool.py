@@ -272,8 +272,7 @@ def launch(
     method: str = start_method if start_method is not None else getattr(strategy, "start_method", "popen")
     limit_s = None if timeout is None else seconds("ltx.launch: timeout", timeout)
     threads = _threads(threads, nprocs, method)
-    # A fork has the function and all that it refers to already.
-    call = pack_call(1, fn, args, {}) if method != "fork" else pack(Call(1, inherited=True))
+    call = pack_call(1, fn, args, {}) if method != "fork" else pack(Call(1, inherited=True))  # a fork has all of it
     handed = (fn, args) if method == "fork" else None
     with closing(call):
         workers = WorkerGroup(nprocs, starter(method, nprocs, threads, handed), threads, _START_TIMEOUT_S)

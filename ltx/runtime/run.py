@@ -149,8 +149,7 @@ def launch(arguments: Sequence[str]) -> int:
     calm = ["ignore:Failed to initialize NumPy:UserWarning", *filter(None, [os.environ.get("PYTHONWARNINGS")])]
     os.environ["PYTHONWARNINGS"] = ",".join(calm)
     if parsed.nnodes in _ONE:
-        # a random key for this job, with which its ranks authenticate pickles
-        os.environ.setdefault("LTX_KEY", os.urandom(16).hex())
+        os.environ.setdefault("LTX_KEY", os.urandom(16).hex())  # by which ranks authenticate pickles
     with ExitStack() as ended:
         if parsed.log_dir is None:
             if (parsed.redirects, parsed.tee) == ("0", "0"):  # there are only the error files of failing ranks
@@ -193,8 +192,7 @@ def first_failure(ended: Mapping[int, Ended]) -> int:
     told = {rank: end for rank, end in ended.items() if end.kind}
     genuine = [rank for rank, end in told.items() if end.kind not in CONSEQUENCES]
     silent = [rank for rank, end in ended.items() if not end.kind]
-    # the launcher ends the other ranks by SIGTERM
-    unasked = [rank for rank in silent if "SIGTERM" not in ended[rank].text]
+    unasked = [rank for rank in silent if "SIGTERM" not in ended[rank].text]  # by which the launcher ends the others
     return min(genuine or unasked or told or silent, key=lambda rank: (ended[rank].at_s, rank))
 
 

@@ -109,8 +109,7 @@ def started() -> RankShell:
     shell.input_transformer_manager.cleanup_transforms.remove(leading_empty_lines)
     assert shell.display_formatter is not None
     png = shell.display_formatter.formatters["image/png"]
-    # figures display as PNG with any matplotlib backend
-    png.for_type_by_name("matplotlib.figure", "Figure", print_figure)
+    png.for_type_by_name("matplotlib.figure", "Figure", print_figure)  # with any matplotlib backend
     for name in _INSTALLS:
         shell.magics_manager.magics["line"][name] = _refuse
     return shell

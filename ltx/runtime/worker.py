@@ -51,14 +51,12 @@ from ltx.runtime.show import Writer
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
-#: The function and its arguments that a fork has from the driver without pickling.
-Inherited = tuple[Any, tuple[Any, ...]]
+Inherited = tuple[Any, tuple[Any, ...]]  #: the function and arguments that a fork has without pickling
 
 
 def serve(connection: Connection, inherited: Inherited | None = None) -> None:
     """Do what the driver asks for through `connection` until it says stop; a fork calls the `inherited` function."""
-    # else a command that the worker starts would keep the connection open after the worker's end
-    os.set_inheritable(connection.fileno(), False)
+    os.set_inheritable(connection.fileno(), False)  # else commands would keep it open after the worker's end
     setup: messages.Setup = receive(connection)()
     sys.path[:] = setup.search_path
     loop = _WorkerLoop(connection, inherited, setup.search_path)
@@ -132,8 +130,7 @@ def _no_input(prompt: object = "", /) -> str:
 
 _RETURNED = "pool/returned"  #: the key under which workers count the calls that have returned
 
-# If a call runs on for so long after KeyboardInterrupt, it catches the interrupt, or is in code that ignores it.
-_DEAF_S = 1.0
+_DEAF_S = 1.0  # after it, a call has caught KeyboardInterrupt, or is in code that ignores it
 
 
 class _WorkerLoop:

@@ -28,19 +28,15 @@ from ltx.runtime.messages import Failure, Message, Result, pack, receive, search
 from ltx.runtime.show import Area, Printed, Reached, in_notebook
 from ltx.runtime.worker import Process, Starter
 
-#: After a rank failed, how long the others have to answer: most fail for the same reason, or because of the failure.
-PATIENCE_S = 0.5
+PATIENCE_S = 0.5  #: how long others have to answer after a failure: most fail for the same reason, or because of it
 GRACE_S = 3.0  #: how long a rank that was asked to give up has for it, unless the pool says otherwise
 _BUSY_S = 1.0  # after ranks were busy with a call for so long, those that aren't in it are told
 _TELL_S = 0.25  # how often the driver looks whether to warn that workers will be lost
 _STOP_GRACE_S = 3.0
-# How long a line waits for the same line of the other ranks; a notebook takes a millisecond to show each alone.
-_ALIKE_S = 0.2
+_ALIKE_S = 0.2  # how long a line waits for that of other ranks; a notebook takes a millisecond to show each alone
 # How often the driver looks whether a worker has been stopped, and how long it must have been stopped to count.
-_LOOK_S = 0.5
-_STOPPED_S = 2.0
-# The most that the system allows: between calls nobody reads a worker's output, and writing mustn't block.
-_PIPE_BYTES = 1 << 20
+_LOOK_S, _STOPPED_S = 0.5, 2.0
+_PIPE_BYTES = 1 << 20  # the most that the system allows: nobody reads between calls, and writing mustn't block
 
 
 class WorkerGroup:
@@ -122,8 +118,7 @@ class WorkerGroup:
         """Have all workers make a new world; they keep their state. Raises WorkerError if one fails to."""
         self._worlds += 1
         for rank in range(self.size):
-            # Far above the count that the user's own calls of ltx.init may have reached.
-            self.send(rank, pack(messages.Renew(self._worlds * 1_000_000)))
+            self.send(rank, pack(messages.Renew(self._worlds * 1_000_000)))  # far above what calls of ltx.init reach
         self._await_worlds("make a new world")
         self.failed = False
 

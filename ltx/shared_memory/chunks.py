@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 CHUNK_BYTES = (1 << 20) + (1 << 12)  # a bucket of 4 MiB in eight bits a number, and the head of its message
-#: Each rank reduces all of a buffer of at most so many bytes, which takes less time than one more wait for the others.
-SMALL_BYTES = 1 << 16
+SMALL_BYTES = 1 << 16  #: so small a buffer each rank reduces as a whole: one more wait would take longer
 
 
 class Chunk(NamedTuple):
@@ -34,8 +33,7 @@ class Job(NamedTuple):
 
 
 Cut = Callable[[Job], Iterator[Chunk]]  #: cuts an operation into chunks
-#: Copies the part of a result that lies at a place out of all ranks' slots.
-Take = Callable[[slice, list[torch.Tensor]], Any]
+Take = Callable[[slice, list[torch.Tensor]], Any]  #: copies the part of a result at a place out of all slots
 
 
 def part(chunk: torch.Tensor, rank: int, size: int) -> torch.Tensor:

@@ -127,12 +127,10 @@ class SharedMemoryTransport:
         self._begun = 0
         self._emptied_at_close = 0
         self._forget_queue()
-        # The lock is reentrant: an interrupt may come between acquiring and releasing it.
-        self._turn = threading.RLock()
+        self._turn = threading.RLock()  # reentrant: an interrupt may come between acquiring and releasing it
 
     def _forget_queue(self) -> None:
-        # A linked list: one assignment appends, so an interrupt comes before or after it.
-        self._tail = _Entry(-1, NO_CHUNK, TransportWork(self), 0)
+        self._tail = _Entry(-1, NO_CHUNK, TransportWork(self), 0)  # a linked list: an interrupt comes before or after
         # The last entry known to be through each phase. The counters count: an interrupt may come between the updates.
         self._through = {FILLED: self._tail, REDUCED: self._tail, EMPTIED: self._tail}
         self._overwritten = -1  # the place of the chunk whose reduction has begun
@@ -252,8 +250,7 @@ class SharedMemoryTransport:
 
     def _fill(self) -> bool:
         entry = self._next(FILLED)
-        # A slot is free once every rank has emptied its chunk.
-        if entry is None or entry.place >= self._least(EMPTIED) + SLOTS:
+        if entry is None or entry.place >= self._least(EMPTIED) + SLOTS:  # a slot is free once all have emptied it
             return False
         slot, mine = entry.place % SLOTS, self._counters[self.rank]
         mine[TAGS + slot] = entry.tag

@@ -44,8 +44,7 @@ from ltx.typing import Tree
 _MEAN = hooks.AllReduce()
 _DELTA = "delta"
 _FINISHING = "the number of ranks that finish"
-#: On axes of processes: the training whose rounds begin by each rank's own clock.
-_clocked = WeakKeyDictionary[Any, float | None]()
+_clocked = WeakKeyDictionary[Any, float | None]()  #: by axis of processes: the training whose rounds go by the clock
 
 
 @dataclass(frozen=True, eq=False)

@@ -158,8 +158,7 @@ class Decentralized(GossipStrategy):
         *reduced, tag = reduced
         if isinstance(info.axis.rank, int):
             self._check(info.axis.ranks.read(tag, "the number of steps"), info, info.axis.rank)
-        # Clone: the means are in a bucket's memory, which is used again.
-        y = tree.unflatten(spec, [mean.clone() for mean in reduced])
+        y = tree.unflatten(spec, [mean.clone() for mean in reduced])  # the means are in a bucket's memory
         return super().update(replace(update, params=y), states, info, None)
 
     def _check(self, tag: torch.Tensor, info: StepInfo, rank: int) -> None:
@@ -281,8 +280,7 @@ class Ring(NodeHook, PostUpdateHook):
     state_names: ClassVar[tuple[str, ...]] = ("own", "left", "right")
 
     exact: ClassVar[bool] = False
-    # a bucket's grid depends on all its numbers, so ranks can't hold parts of a parameter
-    reach: ClassVar[str] = "parameter"
+    reach: ClassVar[str] = "parameter"  # a grid depends on all numbers: ranks can't hold parts of a parameter
 
     @property
     def phases(self) -> int:

@@ -279,8 +279,7 @@ class Scaled(hooks.CommHook):
 
     hook: hooks.CommHook
     op: Literal["average", "sum"] = "average"  # "sum" doesn't divide by n
-    # f: gradients are divided by f before the sum, and by n / f after it; None: by n before it
-    predivide: float | None = None
+    predivide: float | None = None  # f: divide by f before the sum, by n / f after it; None: by n before it
     passes: bool = False  # whether to add the gradients of earlier passes, which the communication state holds
 
     @property

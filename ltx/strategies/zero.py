@@ -218,8 +218,7 @@ class ZeroStrategy(Strategy):
             own = member.norm(parts)  # this norm is already over a mesh's other dimensions
             if info.axis.size == 1:
                 return own
-            # the exchange takes the mean, and a sum is needed
-            squares = [own.double().square().reshape(1) * info.axis.size]
+            squares = [own.double().square().reshape(1) * info.axis.size]  # the exchange takes the mean
             squares, _ = exchange(self, AllReduce(), squares, ["the squared norm of the gradients"], info).wait()
             return squares[0].sqrt().reshape(()).to(own.dtype)
 
@@ -408,8 +407,7 @@ class PartUpdated(MeanPart, PostUpdateHook):
 
     def own(self, opt_state: Shards, axis: Axis) -> Tree:
         mine = own_shards(opt_state, axis).state
-        # A part of a whole state is a view: this rank needs a copy of its own.
-        return mine if opt_state.ranks == axis.size else tree.map(torch.clone, mine)
+        return mine if opt_state.ranks == axis.size else tree.map(torch.clone, mine)  # a whole state's part is a view
 
     def held(self, opt_state: Tree, axis: Axis) -> Shards:
         return as_shards(opt_state, axis)
