@@ -286,7 +286,7 @@ class QSGD(CompressedAllReduce):
         if self.error_feedback and self.block >= self.levels**2:
             raise StrategyError(
                 f"QSGD(levels={self.levels}, block={self.block}) with error feedback: in blocks of levels^2 = "
-                f"{self.levels**2} or more the residual may grow without bound. Use shorter ones, or no feedback."
+                f"{self.levels**2} numbers or more residuals may grow without bound. Use shorter ones, or no feedback."
             )
 
     def multiple(self) -> int:

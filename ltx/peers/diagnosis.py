@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from ltx.core.base import kernel
 from ltx.core.base.errors import DeadlockDetectedError, LtxError, PeerLostError
@@ -176,7 +176,8 @@ def silent_of(records: Mapping[int, Record]) -> dict[int, str]:
     }
 
 
-class Waiter(NamedTuple):
+@dataclass(frozen=True)
+class Waiter:
     rank: int
     axis_name: str
     label: str

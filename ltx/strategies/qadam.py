@@ -101,7 +101,7 @@ class QAdam(NodeStrategy):
             in eight bits after the warm-up, with a grid for each part. The `momentum_hook` mustn't have state.
 
     Raises:
-        StrategyError: (a ValueError) a field's value isn't allowed, or the optimizer isn't a qadam of as many steps.
+        StrategyError: (a ValueError) a field's value is wrong, or the optimizer isn't such a qadam or counts otherwise.
 
     Example:
         >>> import torch, ltx
