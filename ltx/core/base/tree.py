@@ -85,6 +85,19 @@ def map(function: Callable[..., Any], tree: Tree, *rest: Tree, **options: Any) -
     return unflatten(spec, builtins.map(function, leaves, *[spec.flatten_up_to(other) for other in rest]))
 
 
+def unshared(values: Tree, others: Tree) -> Tree:
+    """`values`, with copies of the tensors that share memory with one of `others`."""
+    if not any(isinstance(x, torch.Tensor) for x in flatten(values)[0]):
+        return values
+    owned = {x.untyped_storage().data_ptr() for x in flatten(others)[0]}
+
+    def apart(x: Any) -> Any:
+        shares = isinstance(x, torch.Tensor) and x.layout is torch.strided and x.untyped_storage().data_ptr() in owned
+        return x.clone() if shares else x
+
+    return map(apart, values)
+
+
 def detached(tree: Tree) -> Tree:
     """`tree` with detached tensors, which share memory with the old ones."""
     return map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, tree)

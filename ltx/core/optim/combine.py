@@ -11,9 +11,10 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
+from ltx.core.base import private, traced
 from ltx.core.base.arguments import brief, checked, name_of
 from ltx.core.base.errors import OptimError
-from ltx.core.base.tree import check_tensors, flatten
+from ltx.core.base.tree import check_tensors, flatten, leaf_paths, unshared
 from ltx.core.optim.base import LeafStates, Optimizer, OptimizerOffers, Tensors, advanced, times_lr, unless
 from ltx.typing import Tree
 
@@ -209,7 +210,14 @@ class FunctionPair(Optimizer):
         object.__setattr__(self, "_keywords", keywords)
 
     def init(self, params: Tree) -> Tree:
-        return self.init_fn(params)
+        state = self.init_fn(params)
+        for place, x in enumerate(flatten(state)[0]):
+            if not isinstance(x, Tensor):
+                raise OptimError(
+                    f"{self!r}: init's state has {brief(x)} at {leaf_paths(state)[place]!r}, and a state is a tree of "
+                    "tensors: write torch.tensor(0.0) for a number; for a function or a text close over it."
+                )
+        return self._apart(state, params)
 
     def update(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
         if "params" in self._keywords:
@@ -219,7 +227,13 @@ class FunctionPair(Optimizer):
             result = self.update_fn(grads, state, params)
         if not isinstance(result, tuple) or len(result) != 2:
             raise OptimError(f"{self!r}: update must return (updates, state), got {brief(result)}.")
-        return result
+        updates, after = result
+        return updates, self._apart(after, params) if donate else after
+
+    @staticmethod
+    def _apart(state: Tree, params: Tree) -> Tree:
+        """`state`, with copies of tensors that are parameters, which steps write to: ``init=lambda params: params``."""
+        return state if traced.recording() or private.in_transform() else unshared(state, params)
 
     def __repr__(self) -> str:
         names = (name_of(fn) for fn in (self.init_fn, self.update_fn))

@@ -249,8 +249,8 @@ def side_by_side(states: LeafStates) -> LeafStates:
 
 
 def build(cls: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any]) -> Kernel:
-    """Make the kernel of `cls`. Raises OptimError for hyperparameters that torch refuses, NotGatheredError for a
-    third-party class that doesn't make its state in ``_init_group``.
+    """Make the kernel of `cls`. Raises OptimError for hyperparameters that torch refuses, NotGatheredError for a class
+    that does anything else than a class of torch in its step.
     """
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:  # torch's own method imports Dynamo
@@ -264,15 +264,11 @@ def build(cls: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any]) 
         raise OptimError(f"from_torch({cls.__name__}): {cls.__name__} refused its arguments: {error}") from error
     group = {key: value for key, value in shell.param_groups[0].items() if key != "params"}
     kernel = Kernel(shell, group, inspect.unwrap(cls.step))
-    if cls.__module__.startswith("torch.optim"):
-        return kernel
-    if not hasattr(cls, "_init_group"):
-        raise NotGatheredError(f"{cls.__name__} has no _init_group.")
-    one = torch.zeros(1, 1, device="cpu")
-    made, held = kernel.materialise(one, False, None), kernel.materialise(one, False, None)
-    kernel.run([one.clone()], [held], [one], fused=False)
-    if held.keys() != made.keys():
-        raise NotGatheredError(f"{cls.__name__} doesn't make its state {sorted(held.keys() - made.keys())} there.")
+    # A step of its own may look at all parameters, and keep what it likes where it likes.
+    torchs = (getattr(inspect.unwrap(getattr(cls, name, cls)), "__module__", "") for name in ("step", "_init_group"))
+    hooked = shell._optimizer_step_pre_hooks or shell._optimizer_step_post_hooks
+    if hooked or len(shell.param_groups) > 1 or not all(module.startswith("torch.optim") for module in torchs):
+        raise NotGatheredError(f"{cls.__name__} has a step, hooks or groups of its own.")
     return kernel
 
 

@@ -435,10 +435,11 @@ def _kept_elsewhere(instance: torch.optim.Optimizer) -> dict[str, Any]:
     """A snapshot of everything that an instance keeps outside of its state, to see whether a step changes it."""
     usual = {"state", "param_groups", "defaults", *vars(torch.optim.SGD([torch.zeros(1, device="cpu")]))}
     found = {f"self.{name}": _looks(x) for name, x in vars(instance).items() if name not in usual}
-    group = instance.param_groups[0]
-    return found | {
-        f"{_GROUP}{k}": _looks(x) for k, x in group.items() if k != "params" and (k == "lr" or k not in _SETTINGS)
-    }
+    for number, group in enumerate(instance.param_groups):
+        where = _GROUP if number == 0 else f"group {number}'s "
+        kept = {k: x for k, x in group.items() if k != "params" and (k == "lr" or k not in _SETTINGS)}
+        found |= {f"{where}{k}": _looks(x) for k, x in kept.items()}
+    return found
 
 
 def _looks(x: Any, depth: int = 0) -> Any:

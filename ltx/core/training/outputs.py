@@ -116,19 +116,6 @@ def outputs_of(run: Run, buffers: Tree, has_aux: bool, detached: bool = True) ->
     return Outputs(loss, rest.get("buffers"), rest.get("aux"))
 
 
-def unshared(values: Tree, others: Tree) -> Tree:
-    """`values`, with copies of the tensors that share memory with one of `others`."""
-    if not any(isinstance(x, torch.Tensor) for x in tree.flatten(values)[0]):
-        return values
-    owned = {x.untyped_storage().data_ptr() for x in tree.flatten(others)[0]}
-
-    def apart(x: Any) -> Any:
-        shares = isinstance(x, torch.Tensor) and x.layout is torch.strided and x.untyped_storage().data_ptr() in owned
-        return x.clone() if shares else x
-
-    return tree.map(apart, values)
-
-
 class ZeroWithGradients(torch.autograd.Function):
     """``apply(n, *params, *grads)`` is 0, and its gradients are `grads`. (Sums of products took twice as long.)
 

@@ -47,7 +47,7 @@ from ltx.core.training.guard import (
     probes,
     should_raise,
 )
-from ltx.core.training.outputs import Batch, Outputs, arguments_of, outputs_of, unshared
+from ltx.core.training.outputs import Batch, Outputs, arguments_of, outputs_of
 from ltx.core.training.resolved import Resolved
 from ltx.core.training.settings import TrainSettings, check_weighted
 from ltx.core.training.train_state import Metrics, Rates, TrainState, hand_over, torch_states
@@ -265,7 +265,7 @@ class EagerStep(Step):
         leaves = self.leaves
         if train.donate and not self.resolved.late and sync.leaves:
             # The optimizer writes to the parameters, and one tensor may be a parameter and communication state too.
-            sync = replace(sync, leaves=unshared(sync.leaves, self.params))
+            sync = replace(sync, leaves=tree.unshared(sync.leaves, self.params))
         sync_leaves, sync_spec = tree.flatten(sync.leaves) if sync.leaves else _NO_LEAVES
         hook, known = self.resolved.post_update_hook, self.resolved.known
         if known.plan is None and hook is None and not marks_on_wire(train.step, self.resolved.hook, self.info.axis):
@@ -278,7 +278,7 @@ class EagerStep(Step):
         with comm.span("forward"), torch.enable_grad():
             run, (loss, buffers, aux) = self.called(given, options, self._calls.recorded())
         if (self.in_place or self.later) and not (buffers is aux is None):  # they mustn't change with the parameters
-            buffers, aux = unshared((buffers, aux), leaves)
+            buffers, aux = tree.unshared((buffers, aux), leaves)
         total, weight = loss.checked() if isinstance(loss, Weighted) else (loss, None)
         asked = run.mean and weight is None and (run.local or run.known.within is not None)
         mean = run.averaged(total.detach()) if asked else None

@@ -21,7 +21,7 @@ from ltx.core.optim.base import is_transforming
 from ltx.core.ranks.axis import Axis
 from ltx.core.training.follower import compiled, follow
 from ltx.core.training.made_for import adopted, check_made_for, layout_for
-from ltx.core.training.outputs import Batch, as_loss, check_call, unshared
+from ltx.core.training.outputs import Batch, as_loss, check_call
 from ltx.core.training.parameters import Trainable, split, taken_from
 from ltx.core.training.pure_step import PureStep
 from ltx.core.training.replicas import check_replicas, warn_of_equal_batches
@@ -91,7 +91,7 @@ class TrainStep(TrainSettings):
         buffers = collectives.broadcast(tree.map(self._begun, buffers), axis=axis)
         sync_state = self.step.init(params)
         if not private.in_transform():
-            sync_state = replace(sync_state, leaves=unshared(sync_state.leaves, params))
+            sync_state = replace(sync_state, leaves=tree.unshared(sync_state.leaves, params))
         if strategy.layout.params == "replicated":  # other rates would part them, with nothing to show it
             axis.ranks.by_rank(comm.Signature("train.init", (), _settings(self.optimizer, self.guard)))
         opt_state = strategy.init_optimizer(self.optimizer, params, axis)

@@ -15,7 +15,7 @@ import ltx
 from ltx.errors import LtxError, OptimError
 from ltx.optim import Optimizer, apply_updates, from_functions, from_torch
 from tests.contract.optim.cases import FUSED_CASES, Case, same_bits
-from tests.train_on import refuses
+from tests.train_on import refuses, trained
 
 
 class Trace(NamedTuple):
@@ -48,6 +48,44 @@ def test_pair_of_functions_is_an_optimizer(seed: int) -> None:
         expected.grad = grads["w"]
         theirs.step()
     torch.testing.assert_close(params["w"], expected.detach())
+
+
+PULLED = from_functions(
+    lambda params: params,
+    lambda grads, first, params: ({k: -0.1 * (g + params[k] - first[k]) for k, g in grads.items()}, first),
+)
+BY_THE_LAST = from_functions(
+    lambda params: {k: x.clone() for k, x in params.items()},
+    lambda grads, last, params: ({k: 0.9 * (params[k] - last[k]) - 0.1 * g for k, g in grads.items()}, params),
+)
+
+
+@pytest.mark.parametrize("strategy", [ltx.DDPStrategy(), ltx.LocalSGDStrategy(2)], ids=["ddp", "local SGD"])
+@pytest.mark.parametrize(
+    "optimizer", [PULLED, BY_THE_LAST, ltx.optim.chain(ltx.optim.clip_by_global_norm(9.0), PULLED)]
+)
+def test_a_state_that_is_the_parameters(
+    optimizer: Optimizer, strategy: ltx.Strategy, ranks: Callable[[int], ltx.Pool]
+) -> None:
+    """A step with donate=True writes to them, and the state keeps what they were, as without."""
+
+    def run() -> list[Tensor]:
+        step = ltx.data_parallel(lambda p: (p["w"] ** 2).sum(), strategy)
+        start = {"w": torch.tensor([1.0, -2.0])}
+        return [trained(step, optimizer, start, [()] * 5, donate=donate).params["w"] for donate in (True, False)]
+
+    for donated, kept in ranks(2).run(run):
+        assert donated.equal(kept)
+
+
+def test_a_state_of_numbers_is_refused() -> None:
+    counting = from_functions(lambda params: {"n": 0}, lambda grads, state, params: (grads, state))
+    refuses(
+        OptimError,
+        r"init's state has 0 at 'n', and a state is a tree of tensors: write torch\.tensor",
+        counting.init,
+        {},
+    )
 
 
 def test_pair_is_a_value() -> None:

@@ -218,6 +218,46 @@ class MadeAtOnce(torch.optim.Optimizer):
                 p.addcdiv_(grad, total.sqrt(), value=-group["lr"])
 
 
+class Clips(torch.optim.AdamW):
+    """A class of torch whose step looks at all parameters."""
+
+    def step(self, closure: Any = None) -> None:
+        torch.nn.utils.clip_grad_norm_([p for p in self.param_groups[0]["params"] if p.grad is not None], 0.1)
+        super().step()
+
+
+class EverySecond(torch.optim.SGD):
+    """A class of torch that counts its steps in the group."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.param_groups[0]["n"] = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["n"] += 1
+        if self.param_groups[0]["n"] % 2 == 0:
+            super().step()
+
+
+class Hooked(torch.optim.SGD):
+    def __init__(self, params: Iterable[Tensor], lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+
+        @torch.no_grad()
+        def halve(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            for p in optimizer.param_groups[0]["params"]:
+                p.mul_(0.5)
+
+        self.register_step_post_hook(halve)
+
+
+class MakesGroups(torch.optim.SGD):
+    def __init__(self, params: Iterable[Tensor], lr: float = 0.1) -> None:
+        params = [*params]
+        decayed, others = [p for p in params if p.dim() > 1], [p for p in params if p.dim() < 2]
+        super().__init__([{"params": decayed, "weight_decay": 0.5}, {"params": others}], lr=lr)
+
+
 CLASSES: dict[str, tuple[Callable[[], type], dict[str, Any]]] = {
     "lion": (lambda: Lion, {"lr": 0.01, "betas": (0.5, 0.9)}),
     "together": (lambda: Together, {"lr": 0.1, "decay": 0.01}),
@@ -228,6 +268,10 @@ CLASSES: dict[str, tuple[Callable[[], type], dict[str, Any]]] = {
     "schedule-free": (lambda: ScheduleFree, {"lr": 0.1}),
     "gathers": (lambda: Gathers, {"lr": 0.1}),
     "built as torch's": (lambda: Built, {"lr": 0.1, "beta": 0.5}),
+    "clips": (lambda: Clips, {"lr": 0.1}),
+    "every second": (lambda: EverySecond, {}),
+    "hooked": (lambda: Hooked, {}),
+    "makes groups": (lambda: MakesGroups, {}),
     "state of the constructor": (lambda: MadeAtOnce, {"start": 2.0}),
     "transformers": (
         lambda: import_module("transformers.optimization").Adafactor,
@@ -365,8 +409,9 @@ def test_a_checkpoint_goes_on(cls: Any, steps: int, tmp_path: Any, seed: int) ->
 
 def test_what_it_cannot_do_is_refused() -> None:
     step = ltx.data_parallel(lambda w: (w**2).sum())
-    with pytest.raises(StrategyError, match=r"each parameter by itself, .* from_torch\(Lion\) doesn't"):
-        ltx.train_step(step, from_torch(Lion), overlap="update")
+    for cls in (Lion, Clips):
+        with pytest.raises(StrategyError, match=rf"each parameter by itself, .* from_torch\({cls.__name__}\) doesn't"):
+            ltx.train_step(step, from_torch(cls), overlap="update")
     with pytest.raises(StrategyError, match=r"ZeroStrategy needs an elementwise update, .* from_torch\(Lion\) doesn't"):
         ltx.train_step(ltx.data_parallel(lambda w: (w**2).sum(), ltx.ZeroStrategy()), from_torch(Lion))
     with pytest.raises(OptimError, match=r"neither torch\.func nor torch\.compile"):
@@ -404,6 +449,22 @@ class KeepsMomenta(Lion):
             p.sub_(m.mul_(0.9).add_(p.grad), alpha=self.param_groups[0]["lr"])
 
 
+class WarmsUp(torch.optim.Adam):
+    """Whose count isn't in its state, though it is torch's otherwise."""
+
+    done = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.done += 1
+        super().step()
+
+
+class CountsInEach(MakesGroups):
+    def step(self, closure: Any = None) -> None:
+        self.param_groups[1]["n"] = self.param_groups[1].get("n", 0) + 1
+        super().step()
+
+
 class KeepsGlobals(Lion):
     def step(self, closure: Any = None) -> None:
         super().step()
@@ -417,6 +478,8 @@ class KeepsGlobals(Lion):
         (KeepsObjects, "in its state as 'history'"),
         (Counts, "from_torch(Counts): its step() changes self.steps, and ltx carries what is in state[parameter]"),
         (KeepsMomenta, "its step() changes self.momenta"),
+        (WarmsUp, "its step() changes self.done"),
+        (CountsInEach, "its step() changes group 1's n"),
         (lambda: from_torch(Decays, lr=lambda count: 0.1), "its step() changes the group's lr"),
         (KeepsGlobals, "keeps state under 'all'"),
     ],
