@@ -233,15 +233,16 @@ def from_torch(
     rounding, and ignores ``donate``. For no derivative detach its inputs, or run it under ``torch.no_grad()``.
 
     Args:
-        cls: the class, not an instance. LBFGS raises an error, since it calls the loss. A third-party class that
-            doesn't make its state in ``_init_group`` (timm's, a ten-line Lion) works with its own ``step()``, on all
-            parameters together. It can't be compiled or differentiated, and ``overlap="update"`` and ZeRO refuse it. If
-            it has a ``train()`` method (schedulefree's), ltx calls it before each step; the weights that its ``eval()``
-            would leave are ``optimizer.evaluated(state.params, state.opt_state)``.
+        cls: the class, not an instance. LBFGS raises an error, since it calls the loss. A class with a ``step()`` of
+            its own (timm's, a ten-line Lion, an Adam that clips), or with hooks or groups that it makes itself, works
+            with that, on all parameters together. It can't be compiled or differentiated, and ``overlap="update"`` and
+            ZeRO refuse it. If it has a ``train()`` method (schedulefree's), ltx calls it before each step; the weights
+            that its ``eval()`` would leave are ``optimizer.evaluated(state.params, state.opt_state)``.
         groups: hyperparameters by patterns of paths, as in :func:`partition`. A parameter is in the group of the first
             pattern that fits; where none does, the keywords hold. Or torch's list of groups, ``[{"params": names,
             "weight_decay": 0.0}, {"params": "*"}]``: names (or patterns), or pairs of ``named_parameters()``, and each
-            parameter in a group. The state is a dict by pattern, or by place in the list ("0", "1", ...).
+            parameter in a group. The state is a dict by pattern, or by place in the list ("0", "1", ...). A class that
+            looks at all parameters in its step (LAMB's clipping, Prodigy's rate) sees those of one group.
         lr: a number, or a schedule as in optax: a function from the number of updates done so far (0 at first) to a
             number or 0-dim tensor. Or a rate that the state keeps, :func:`adjustable`. None is torch's default. ASGD
             and Rprop keep a rate of their own in the state, which starts as the schedule's value at `start_step`.

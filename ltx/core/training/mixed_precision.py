@@ -11,6 +11,7 @@ dynamic scale is that of torch.amp.GradScaler.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
@@ -185,8 +186,16 @@ class Casted:
         cast_args = [
             arg if place in keep else inside(arg, kept if place in some else ()) for place, arg in enumerate(args)
         ]
-        value = self.fn(*cast_args, **{name: inside(arg) for name, arg in kwargs.items()})
+        names = _names(self.fn, keep) if kwargs and keep else ()
+        value = self.fn(*cast_args, **{name: arg if name in names else inside(arg) for name, arg in kwargs.items()})
         return value if output is None else tree.map(answered, value)
+
+
+@traced.at_trace_time
+def _names(fn: Step, keep: tuple[int, ...]) -> tuple[str, ...]:
+    """The names of the arguments at the positions `keep`."""
+    names = [*inspect.signature(getattr(fn, "fn", fn)).parameters]
+    return tuple([names[place] for place in keep if place < len(names)])
 
 
 def mixed_precision(step: DataParallel, precision: Precision) -> DataParallel:

@@ -225,6 +225,18 @@ def test_buffers_are_kept_or_refused() -> None:
     assert torch.equal(state.buffers["mean"], torch.full((2,), 1 / 3))
 
 
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_what_is_kept_is_kept_by_name_too(accumulated: bool) -> None:
+    def fn(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        assert (w.dtype, x.dtype, y.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+        return (w * x).sum() + y.sum()
+
+    step = ltx.mixed_precision(ltx.data_parallel(fn), ltx.Precision(keep=(2,)))
+    step, ones = ltx.accumulate(step, 2) if accumulated else step, torch.ones(2)
+    for found in (step(ones, ones, ones), step(ones, ones, y=ones), step(ones, x=ones, y=ones)):
+        assert found.item() == (3 if accumulated else 4)
+
+
 # --- loss scaling ----------------------------------------------------------------------------------------------------
 
 #: (step, rank) whose batch overflows.
