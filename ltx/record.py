@@ -366,6 +366,8 @@ class Replayed:
 
 
 class _Alone(Peers):
+    replayed = True
+
     def __init__(self, axis: Any, *how: Any):
         super().__init__(axis, *how)
         self._replayed: Replayed = HandedIn.messages

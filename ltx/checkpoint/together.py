@@ -79,6 +79,10 @@ class Together:
         self.comm: comm.AxisComm | None = found.comm
         if self.comm is not None and isinstance(self.comm.user.failed, WorldError):
             raise self.comm.user.failed  # this is a fork, which mustn't tell peers anything in the rank's name
+        if self.comm is not None and self.comm.peers.replayed:
+            raise UnsupportedError(
+                f"{operation}: a replay has one rank, and would write over the training's files. Leave it out there."
+            )
         self.size = found.size
         self.rank = 0 if self.comm is None else self.comm.rank
         self._exchange: comm.StoreExchange | None = None if self.comm is None else self.comm.peers.store_exchange

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 from weakref import WeakValueDictionary
 
 import torch.distributed.distributed_c10d as c10d
@@ -73,7 +73,10 @@ class Peers:
         own: this process' part of that world.
         store_exchange: exchanges JSON values with the peers, out of band.
         next_check: the number of its next call under ltx.debug_checks(); the same on all ranks.
+        replayed: they aren't there, and what they once sent is recorded.
     """
+
+    replayed: ClassVar[bool] = False
 
     def __init__(
         self,

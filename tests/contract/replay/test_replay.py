@@ -203,6 +203,18 @@ def test_collectives_beside_ltx_raise(recorded: Path) -> None:
         torch.distributed.all_reduce(torch.ones(2))
 
 
+@pytest.mark.parametrize("save", [ltx.checkpoint.save, ltx.checkpoint.save_async])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_replay_saves_nothing(rank: int, save: Any, recorded: Path, tmp_path: Path) -> None:
+    """Rank 0 would write over the training's files, and the others would wait for it."""
+    train = KINDS["DDP"]()
+    with ltx.replay(recorded, rank=rank) as replayed:
+        state = replayed.load(train.init(params()))
+        with pytest.raises(UnsupportedError, match="a replay has one rank, and would write over the training's files"):
+            save(tmp_path / "saved", state)
+    assert not (tmp_path / "saved").exists()
+
+
 def not_a_number(run: Path) -> str:
     """Train until a NaN, which comes in step 4 from rank 2's batch alone; gives the error's text."""
     train, rank = train_step(guard="raise"), ltx.world().rank
