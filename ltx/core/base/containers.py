@@ -46,9 +46,8 @@ _WHOLE = {
 
 
 def opened(cls: type) -> bool:
-    """Whether instances of `cls` are nodes, from this call on: mappings, dataclasses, and nodes of torch's own pytree.
-
-    Not ltx's own classes, which are registered or are values, and not modules, whose parameters go by another way.
+    """Whether instances of `cls` are nodes, from this call on: mappings, dataclasses, and nodes of torch's own pytree;
+    not ltx's own classes, nor modules, whose parameters go by another way.
     """
     return _opened(cls, cls in private.torch_pytree.SUPPORTED_NODES)
 

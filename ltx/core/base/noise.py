@@ -22,9 +22,8 @@ def _mixed(x: Any) -> Any:
 
 
 def key_of(*parts: int | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Hash several numbers (ints or 0-dim tensors) into one 0-dim key.
-
-    Ints before the first tensor are hashed on the host, since a device would need fourteen kernels for each number.
+    """Hash several numbers (ints or 0-dim tensors) into one 0-dim key. Ints before the first tensor are hashed on the
+    host: a device would need fourteen kernels for each.
     """
     key: Any = 0
     for part in parts:

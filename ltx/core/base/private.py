@@ -68,21 +68,15 @@ in_transform: Callable[[], bool] = _of_torch("torch._C:_are_functorch_transforms
 #: A context manager in which no transform is active.
 below_transforms: Callable[[], Any] = _of_torch("torch._C:_DisableFuncTorch")
 #: The number of the innermost transform, from 1. Without any, the first function raises, and the second returns None.
-current_level, maybe_current_level = (
-    _of_torch("torch._C._functorch:current_level"),
-    _of_torch("torch._C._functorch:maybe_current_level"),
-)
-interpreter_stack, TransformType = (
-    _of_torch("torch._C._functorch:get_interpreter_stack"),
-    _of_torch("torch._C._functorch:TransformType"),
-)
+current_level = _of_torch("torch._C._functorch:current_level")
+maybe_current_level = _of_torch("torch._C._functorch:maybe_current_level")
+interpreter_stack = _of_torch("torch._C._functorch:get_interpreter_stack")
+TransformType = _of_torch("torch._C._functorch:TransformType")
 #: Whether a tensor is wrapped by a transform, or by a vmap; its level; its batch dimension; the tensor inside.
 is_wrapped: Callable[[torch.Tensor], bool] = _of_torch("torch._C._functorch:is_functorch_wrapped_tensor")
 is_batched: Callable[[torch.Tensor], bool] = _of_torch("torch._C._functorch:is_batchedtensor")
-level_of, batch_dim_of = (
-    _of_torch("torch._C._functorch:maybe_get_level"),
-    _of_torch("torch._C._functorch:maybe_get_bdim"),
-)
+level_of = _of_torch("torch._C._functorch:maybe_get_level")
+batch_dim_of = _of_torch("torch._C._functorch:maybe_get_bdim")
 unwrapped_once: Callable[[Any], Any] = _of_torch("torch._C._functorch:get_unwrapped")
 add_batch_dim: Callable[..., torch.Tensor] = _of_torch("torch._C._functorch:_add_batch_dim")
 #: The tensor inside a wrapper whose transform has ended; any other tensor unchanged.
@@ -93,10 +87,8 @@ in_single_level: Callable[[], Any] = _of_torch(
     "torch._functorch.autograd_function:enable_single_level_autograd_function"
 )
 SingleLevelFunction: Any = _of_torch("torch.autograd.function:_SingleLevelFunction")
-wrap_for_grad, unwrap_for_grad = (
-    _of_torch("torch._C._functorch:_wrap_for_grad"),
-    _of_torch("torch._C._functorch:_unwrap_for_grad"),
-)
+wrap_for_grad = _of_torch("torch._C._functorch:_wrap_for_grad")
+unwrap_for_grad = _of_torch("torch._C._functorch:_unwrap_for_grad")
 
 
 def unwrapped(x: T) -> T:
@@ -147,10 +139,8 @@ number_of: Callable[[Any], int] = methodcaller("_sequence_nr")
 why_no_saved_hooks: Callable[[], str | None] = _of_torch(
     "torch._C._autograd:_saved_tensors_hooks_get_disabled_error_message"
 )
-enable_saved_hooks, disable_saved_hooks = (
-    _of_torch("torch._C._autograd:_saved_tensors_hooks_enable"),
-    _of_torch("torch._C._autograd:_saved_tensors_hooks_disable"),
-)
+enable_saved_hooks = _of_torch("torch._C._autograd:_saved_tensors_hooks_enable")
+disable_saved_hooks = _of_torch("torch._C._autograd:_saved_tensors_hooks_disable")
 
 
 def has_tangents() -> bool:
@@ -207,10 +197,7 @@ def below_modes() -> AbstractContextManager[object]:
     """A context below the user's modes, which must neither see ltx's messages nor replace them."""
     if not (count_of_modes() or count_of_function_modes()):
         return nullcontext()
-    below = ExitStack()
-    below.enter_context(_NO_DISPATCH())
-    below.enter_context(_NO_FUNCTIONS())
-    return below
+    return _both(_NO_DISPATCH(), _NO_FUNCTIONS())
 
 
 def below_all() -> AbstractContextManager[object]:
@@ -218,10 +205,14 @@ def below_all() -> AbstractContextManager[object]:
     if not (count_of_modes() or count_of_function_modes()):
         below: AbstractContextManager[object] = below_transforms()
         return below
-    both = ExitStack()
-    both.enter_context(below_modes())
-    both.enter_context(below_transforms())
-    return both
+    return _both(below_modes(), below_transforms())
+
+
+def _both(*contexts: Any) -> ExitStack:
+    stack = ExitStack()
+    for context in contexts:
+        stack.enter_context(context)
+    return stack
 
 
 _engine: Callable[..., Any] = _of_torch("torch.autograd.graph:_engine_run_backward")

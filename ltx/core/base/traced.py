@@ -91,19 +91,17 @@ def _said_to_compile(fn: Any) -> Any:
 
 
 def at_trace_time(fn: F) -> F:
-    """Decorate a function that Dynamo runs while it traces. Its result becomes a constant of the graph.
-
-    Its errors reach the user, while Dynamo hides errors that other traced code raises.
+    """Decorate a function that Dynamo runs while it traces. Its result becomes a constant of the graph. Its errors
+    reach the user, while Dynamo hides errors that other traced code raises.
     """
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn if TORCH >= "2.12" else _by_address(fn)
 
 
 def whole(fn: F) -> F:
-    """Decorate a function that Dynamo must trace as a whole or not at all.
-
-    A graph break inside `fn` raises an error, since the untraced rest would run as if it were still being traced. If
-    Dynamo isn't tracing `fn` itself (it gives up after an exception), it doesn't trace what `fn` calls either.
+    """Decorate a function that Dynamo must trace as a whole or not at all: a graph break inside `fn` raises, since the
+    untraced rest would run as if it were being traced. If Dynamo isn't tracing `fn` itself (it gives up after an
+    exception), it doesn't trace what `fn` calls either.
     """
 
     @wraps(fn)

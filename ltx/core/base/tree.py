@@ -277,10 +277,9 @@ def refuse_in_graph(classes: tuple[str, ...]) -> None:
 
 
 def check_open(leaves: Sequence[Any], tree: Tree, what: str, done: str, tensors_only: bool = False) -> None:
-    """Raise TreeError unless all tensors of `tree` are leaves.
-
-    A leaf may hide tensors: an object that holds them, a set, a NumPy array, an iterator of batches. The error says
-    that hidden tensors "would not be" `done`, such as "split". `tensors_only`: allow NumPy arrays and iterators.
+    """Raise TreeError unless all tensors of `tree` are leaves. A leaf may hide some: an object, a set, a NumPy array,
+    an iterator of batches. The error says that they "would not be" `done`, such as "split". `tensors_only`: allow
+    arrays and iterators.
     """
     if PLAIN.issuperset(builtins.map(type, leaves)):
         return
@@ -337,10 +336,9 @@ def register_node(
     from_parts: Callable[[Sequence[Any], Any], T],
     names: Sequence[str] | Callable[[T], Sequence[str]],
 ) -> None:
-    """Register `cls` as a node with optree and with torch's pytree.
-
-    `to_parts` returns ``(children, static)``, where `static` is hashable and part of the structure; `from_parts` is the
-    inverse. `names` are the children's names in paths, or a function from a node to these names.
+    """Register `cls` as a node with optree and with torch's pytree. `to_parts` returns ``(children, static)``, `static`
+    hashable and part of the structure; `from_parts` is the inverse. `names`: the children's in paths, or a function
+    from a node to these.
     """
     optree.register_pytree_node(
         cast(Any, cls),

@@ -31,9 +31,8 @@ _OF_THE_NETWORK = (
 
 
 def counted(collective: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a collective so that a call that raises counts as a call: other ranks find out at their next call.
-
-    If all ranks have raised, they can go on together, even if their errors differ.
+    """Decorate a collective so that a call that raises counts as a call: other ranks find out at their next call. If
+    all have raised, they can go on together, even if their errors differ.
     """
 
     @functools.wraps(collective)
@@ -212,8 +211,7 @@ def negotiate_tree(
     moved: list[torch.Tensor] | None = None,
 ) -> None:
     """Let ranks compare a collective of a tree, with its paths. `moved`: the tensors to be sent, if not the leaves.
-
-    The autograd Functions compare each tensor again, since collectives of derivatives have no tree.
+    Functions compare each tensor again, since collectives of derivatives have no tree.
     """
     arguments = f"arguments {sorted(set(groups))}" if any(groups) else ""
     agreed = axis.ranks.confirm(
@@ -243,7 +241,7 @@ def traced_rank(key: str) -> int | None:
 
 @traced.at_trace_time
 def traced_processes(key: str) -> bool:
-    """Whether the axis with a key of :func:`prepare_trace` has several processes."""
+    """Whether the axis has several processes."""
     return traced_axis(key).ranks.overlaps and traced_axis(key).size > 1
 
 

@@ -151,9 +151,7 @@ def all_gather(
         gathered = all_gather_uneven(scaled, axis, dim, splits)
         return gathered if sync_grads else tree.map(torch.Tensor.detach, gathered)
     then = as_it_is if sync_grads else torch.Tensor.detach
-    return collective(
-        "all_gather", scaled, axis, lambda x, n: _place_of("all_gather", x, dim, tiled, new_dim=not tiled), then
-    )
+    return collective("all_gather", scaled, axis, lambda x, n: _place_of("all_gather", x, dim, tiled), then)
 
 
 @counted
@@ -202,9 +200,7 @@ def psum_scatter(
         raise AxisError("psum_scatter: parts of unequal lengths: splits= needs tiled=True.")
     if splits is not None and not is_even(splits, axis):
         return psum_scatter_uneven(scaled, axis, dim, splits)
-    return collective(
-        "psum_scatter", scaled, axis, lambda x, n: _place_of("psum_scatter", x, dim, tiled, new_dim=False, parts=n)
-    )
+    return collective("psum_scatter", scaled, axis, lambda x, n: _place_of("psum_scatter", x, dim, tiled, n))
 
 
 @counted
@@ -239,7 +235,7 @@ def gather(value: Tree, dst: int = 0, axis: Any = None, *, dim: int = 0, tiled: 
     """
 
     def static(x: torch.Tensor, n: int) -> Static:
-        return (checked_index("gather", "dst", dst, n), *_place_of("gather", x, dim, tiled, new_dim=not tiled))
+        return (checked_index("gather", "dst", dst, n), *_place_of("gather", x, dim, tiled))
 
     return collective("gather", value, axis, static)
 
@@ -276,14 +272,14 @@ def scatter(value: Tree, src: int = 0, axis: Any = None, *, dim: int = 0, tiled:
     """
 
     def static(x: torch.Tensor, n: int) -> Static:
-        return (checked_index("scatter", "src", src, n), *_place_of("scatter", x, dim, tiled, new_dim=False, parts=n))
+        return (checked_index("scatter", "src", src, n), *_place_of("scatter", x, dim, tiled, n))
 
     return collective("scatter", value, axis, static)
 
 
-def _place_of(name: str, x: torch.Tensor, dim: int, tiled: bool, new_dim: bool, parts: int | None = None) -> Static:
-    """(dim, tiled) of a collective on `x`, which is split into that many `parts`, if any. Raises if it can't be."""
-    ndim = x.ndim + new_dim
+def _place_of(name: str, x: torch.Tensor, dim: int, tiled: bool, parts: int | None = None) -> Static:
+    """(dim, tiled) of a collective on `x`, which is split into so many `parts`, or gathered. Raises if it can't be."""
+    ndim = x.ndim + (parts is None and not tiled)
     if not -ndim <= dim < ndim:
         hint = " Stack 0-dim tensors with tiled=False." if x.ndim == 0 and tiled else ""
         raise AxisError(f"{name}: dim={dim} is out of range for a tensor of shape {list(x.shape)}.{hint}")

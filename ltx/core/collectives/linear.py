@@ -67,14 +67,11 @@ def entered(rule: Rule | str) -> str:
 
 
 class Function(torch.autograd.Function):
-    """torch's Function with a faster ``apply``: torch's inspects forward's signature at each call (50 µs).
-
-    torch 2.13 does so in ``Function.apply``, torch 2.14 wherever a ``setup_context`` is apart from ``forward``. What
-    runs outside of ``torch.func`` is therefore one function of both, `_plain`.
-
-    Two faults of forward mode are mended. torch turns forward mode off while it runs a ``jvp``, which would silently
-    lose an outer level's tangents of the tangents. And outside of torch.func, if the output is a view, torch refuses a
-    tangent that isn't.
+    """torch's Function with a faster ``apply``: torch's inspects forward's signature at each call (50 µs), up to torch
+    2.13 in ``Function.apply``, from 2.14 on where ``setup_context`` is apart from ``forward``. So what runs outside of
+    ``torch.func`` is one function of both, `_plain`. Two faults of forward mode are mended: torch turns it off while it
+    runs a ``jvp``, which would lose an outer level's tangents of the tangents; and outside of torch.func it refuses a
+    tangent that isn't a view where the output is one.
     """
 
     _recorded: _Recorded
@@ -141,10 +138,9 @@ def _in_one_level(name: str, forward: Callable[..., Any], backward: Callable[...
 
 
 class _Recorded:
-    """The rule of one of :class:`Function`'s subclasses at a level of ``torch.func.grad``.
-
-    It runs below the level, and the level records it. It does what torch's ``custom_function_call_grad`` does, which
-    takes arguments and outputs for trees, and flattens them eight times.
+    """The rule of one of :class:`Function`'s subclasses at a level of ``torch.func.grad``, which records it; it runs
+    below the level. torch's ``custom_function_call_grad`` does the same with arguments and outputs as trees, flattened
+    eight times.
     """
 
     def __init__(self, cls: type[Function]):
@@ -200,10 +196,9 @@ def _batched_anew(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 
 class Linear(Function):
-    """``Linear.apply(rule name, static, axis, compiled, index, *tensors)``: the collective of each tensor.
-
-    `index` is the rank's index on a simulated axis, else None. It is an input so that functorch calls the vmap rule at
-    the axis' own level, even for tensors that are the same on every rank.
+    """``Linear.apply(rule name, static, axis, compiled, index, *tensors)``: the collective of each tensor. `index`, the
+    rank's on a simulated axis, else None, has functorch call the vmap rule at the axis' own level, even for tensors
+    that are the same on every rank.
     """
 
     @staticmethod

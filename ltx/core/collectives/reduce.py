@@ -74,10 +74,9 @@ _add_extremum("pmin", lambda xs: xs.amin(0), -1)
 
 
 def _extremum(name: str, value: Tree, axis: Any) -> Tree:
-    *others, axis = comm.kinds_of(axis)
-    for other in others:
-        value = _extremum(name, value, other)
-    return collective(name, value, axis)
+    for kind in comm.kinds_of(axis):
+        value = collective(name, value, kind)
+    return value
 
 
 @counted
@@ -248,8 +247,7 @@ def reduce(value: Tree, op: str | None = "mean", axis: Any = None, keep_dtype: b
         reduced = tree.map(mean, psum(countable(tensors, NARROW), axis), tensors)
     else:
         reduced = OPS[name](tensors, axis)
-    each = iter(tree.flatten(reduced)[0])
-    return tree.unflatten(spec, [next(each) if isinstance(x, torch.Tensor) else x for x in leaves])
+    return tree.filled(reduced, value)
 
 
 def _truncated_mean(total: torch.Tensor, like: torch.Tensor, n: int) -> torch.Tensor:

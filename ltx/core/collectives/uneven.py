@@ -87,10 +87,8 @@ def gather_all_tensors(tensor: torch.Tensor, axis: Any = None) -> list[torch.Ten
 
 
 def told(what: str, numbers: list[int], axis: Axis, call: comm.Signature | None = None) -> list[list[int]]:
-    """Every rank's list of integers, which must have one length.
-
-    If they are a part of a larger `call`, give its signature: ranks compare it the first time, and a peer that calls
-    something else is told of it.
+    """Every rank's list of integers, which must have one length. If they are a part of a larger `call`, give its
+    signature: ranks compare it the first time, and a peer that calls something else is told of it.
     """
     signature = call or comm.Signature(what, (), f"{len(numbers)} lengths")
     return axis.ranks.tell(f"{what}: lengths", numbers, lambda: signature, lambda: (what, "lengths", len(numbers)))
@@ -269,9 +267,8 @@ def _misfit(
 
 
 def _agree(what: str, splits: tuple[Any, ...], axis: Axis, misfit: AxisError | None) -> None:
-    """Let ranks compare their splits and whether these fit, which the shapes of padded messages don't show.
-
-    All ranks raise RankMismatchError if splits differ or some ranks' don't fit, AxisError if no rank's do.
+    """Let ranks compare their splits and whether these fit, which padded messages don't show. All raise
+    RankMismatchError if splits differ or some ranks' don't fit, AxisError if no rank's do.
     """
     signature = comm.Signature(what, (), str(misfit).removeprefix(f"{what}: ") if misfit else f"splits {list(splits)}")
     # Misfits are compared at each call: peers with the same misfit before may have none now.

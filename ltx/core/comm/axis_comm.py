@@ -162,9 +162,8 @@ class AxisComm(Ranks):
         self.peers.end()
 
     def _end_device(self) -> None:
-        """Wait until the device has done all its work, whose results states may hold, or gives up after a failure.
-
-        A group whose kernels wait for a peer that won't come can't be destroyed in good order.
+        """Wait until the device has done all its work, whose results states may hold, or gives up after a failure: a
+        group whose kernels wait for a peer that won't come can't be destroyed in good order.
         """
         try:
             if all(channel.failed is None for channel in self.channels):
@@ -195,10 +194,9 @@ class AxisComm(Ranks):
     def negotiate(
         self, channel: Channel, key: Any, describe: Callable[[], Signature], offer: Callable[[], Any] = lambda: None
     ) -> Agreement:
-        """Raise on every rank unless all ranks are about to issue the same collective on `channel`.
-
-        Equal keys mean equal signatures: a known key costs a dictionary look-up. For a new key `describe` is called,
-        and `offer`, which gives a JSON value that may differ between ranks: all ranks take rank 0's.
+        """Raise on every rank unless all ranks are about to issue the same collective on `channel`. A known key costs a
+        dictionary look-up. For a new one `describe` is called, and `offer`, which gives a JSON value that may differ
+        between ranks: all take rank 0's.
         """
         self._begin_call(lambda: describe().brief)
         known = self.known.get(key)

@@ -86,9 +86,8 @@ class CommStream:
     # Streams are asked for by the device's number: by the device that takes twice as many calls of Python.
 
     def behind_current(self) -> AbstractContextManager[Any]:
-        """A context that enqueues on this stream, behind the current stream's work so far.
-
-        Keep tensors that were made on the current stream and are used on this one, until :meth:`fence` was waited for.
+        """A context that enqueues on this stream, behind the current stream's work so far. Keep tensors that were made
+        on the current stream and are used on this one, until :meth:`fence` was waited for.
         """
         if self._stream is None:
             return _NOTHING
@@ -97,10 +96,9 @@ class CommStream:
         return self._stream
 
     def fence(self) -> StreamFence:
-        """A function that makes the stream on which it is called wait for the work that is on this stream now.
-
-        Its arguments: tensors that were made on this stream and are used on that one, and tensors that this stream
-        uses. It is made where the stream was put behind another one (:meth:`behind_current`).
+        """A function that makes the stream on which it is called wait for what is on this stream now. Its arguments:
+        tensors made on this stream and used on that one, and tensors that this stream uses, made on the one that it was
+        put behind.
         """
         if self._stream is None:
             return lambda made, used=(): None
@@ -146,8 +144,7 @@ class HostCopy:
 
 
 def to_device(made: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    """Copy a tensor that the host has made to `device` (None: don't copy), without making the host wait.
-
+    """Copy a tensor that the host has made to `device` (None: don't copy), without making the host wait:
     ``torch.tensor(..., device=)`` and ``Tensor.to`` block until the device has done all earlier work.
     """
     if device is None or device == made.device:
@@ -202,10 +199,8 @@ def look_out() -> None:
 
 
 def connect(store: Any, rank: int, size: int, timeout: timedelta, threads: int | None = None) -> Any:
-    """Make the gloo group of ranks that meet in `store`. `threads`: the number of gloo's threads; None for the default.
-
-    Raises:
-        PeerLostError: a peer is gone, or can't be reached.
+    """Make the gloo group of ranks that meet in `store`. `threads`: gloo's; None for the default. Raises PeerLostError
+    if a peer is gone, or can't be reached.
     """
     gloo: Any = dist.ProcessGroupGloo
     limit = min(timeout - LATER, timedelta(seconds=_CONNECT_S + _CONNECT_RANK_S * size))
@@ -283,15 +278,13 @@ def open_group(
     in_turn: bool = False,
     device: torch.device | None = None,
 ) -> dist.ProcessGroup:
-    """A process group of the global `ranks`, opened by these alone and called `name` on all of them.
-
-    `look`: called while ranks connect; raises if a peer won't. `in_turn`: collectives move one after the other.
-    Otherwise two operations of a gloo group share the link, and the first takes as long as both. `device`: the group
-    connects at once for tensors on that device, so that no rank connects in the middle of a step.
-
-    ``dist.new_group(..., use_local_synchronization=True)`` derives names from the number of groups that a process has
-    at the moment. So ranks that differ in their other groups wait for each other forever, and a name is used again
-    after its group was destroyed, while its addresses are still in the store.
+    """A process group of the global `ranks`, opened by these alone and called `name` on all of them. `look`: called
+    while ranks connect; raises if a peer won't. `in_turn`: collectives move one after the other, where two operations
+    of a gloo group share the link, and the first takes as long as both. `device`: the group connects at once for
+    tensors there, so that no rank connects in the middle of a step. ``dist.new_group(...,
+    use_local_synchronization=True)`` derives names from the number of a process' groups at the moment: ranks that
+    differ in their other groups wait for each other forever, and a name is used again after its group was destroyed,
+    while its addresses are still in the store.
     """
     make: Any = c10d._new_process_group_helper
     store: Any = c10d._get_default_store()

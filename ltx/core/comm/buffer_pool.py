@@ -21,9 +21,8 @@ _KEPT = 2
 
 
 def _references_without_users() -> int:
-    """The number of references to an object in a list during a loop over the list, as in :meth:`BufferPool.take`.
-
-    It is counted in place, not in a called function: a call's references depend on whether Dynamo runs it.
+    """The references to an object in a list during a loop over the list, as in :meth:`BufferPool.take`; counted in
+    place, since those of a call depend on whether Dynamo runs it.
     """
     for storage in [torch.empty(1, device="cpu").untyped_storage()]:
         found = sys.getrefcount(storage)
@@ -48,10 +47,9 @@ class BufferPool:
     def take(
         self, plan: Hashable, place: int, summed: bool, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """An uninitialised tensor for the bucket at `place` of `plan`; memory of other plans is given back.
-
-        `summed`: it is for a sum of all ranks. Other hooks may resize it, as torch's batched PowerSGD does, which no
-        shared memory allows.
+        """An uninitialised tensor for the bucket at `place` of `plan`; memory of other plans is given back. `summed`:
+        it is for a sum of all ranks; others may resize it, as torch's batched PowerSGD does, which no shared memory
+        allows.
         """
         if storage_uses is None or device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=device)

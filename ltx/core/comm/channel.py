@@ -270,9 +270,8 @@ class Channel:
         )
 
     def look_around(self, began: float, number: int, label: str, now: bool = False) -> None:
-        """Raise if some peers can't come any more. Called now and then during a long wait for issue `number`.
-
-        `now`: as :meth:`Peers.waiting`.
+        """Raise if some peers can't come any more; called now and then in a long wait for issue `number`. `now`: as
+        :meth:`Peers.waiting`.
         """
         waited_s = time.perf_counter() - began
         self.peers.waiting(self, number, label, waited_s, now)
@@ -348,12 +347,11 @@ class Channel:
 
     def drain(self, told: Callable[[Any], list[Any]]) -> None:
         """Join the collectives that peers have issued on this channel, by its history: at its end, and at a new start.
-
         Between training steps a rank may have sums under way that its peers haven't begun (``train.finish(state)``
-        waits for them). A process group with one can't be closed: it waits for the peers, and a process that ends
-        meanwhile is aborted. A new training would be averaged with them. So ranks tell each other how many they have
-        issued: `told` gives all ranks' values. Ranks behind issue the rest, with zeros, and drop the results. They give
-        up after :data:`DRAINING_S`, or if a peer is lost.
+        waits for them). A group with one can't be closed: it waits for the peers, and a process that ends meanwhile is
+        aborted; and a new training would be averaged with them. So ranks tell each other how many they have issued
+        (`told` gives all ranks' values), and ranks behind issue the rest, of zeros. They give up after
+        :data:`DRAINING_S`, or if a peer is lost.
         """
         deadline = time.monotonic() + DRAINING_S
         history = self.history or ()
@@ -413,13 +411,11 @@ class Channel:
         note: Sequence[float] = (),
         eager: bool = False,
     ) -> Work:
-        """Start `operation` on a contiguous `buffer`, which belongs to the channel from now on.
-
-        For a host-blocking backend a tensor on a device is copied to the host. `label`: the collective's name in errors
-        and in the ledger. `summed`: the work of a reduction records the sum of all elements, where that costs almost
-        nothing. `on_host`: `buffer` is on the host, so the host waits for the result, whatever the backends. `note`: a
-        few numbers to sum beside the buffer, where a transport has it. `eager`: the caller knows that
-        nothing records the call (:meth:`refuse_recording`).
+        """Start `operation` on a contiguous `buffer`, which belongs to the channel from now on; for a host-blocking
+        backend it is copied to the host. `label`: the collective's name in errors and in the ledger. `summed`: the work
+        of a reduction records the sum of all elements, where that costs almost nothing. `on_host`: `buffer` is there,
+        so the host waits for the result, whatever the backends. `note`: a few numbers to sum beside it, where a
+        transport has it. `eager`: the caller knows that nothing records the call (:meth:`refuse_recording`).
         """
         if self.failed is not None or (self.transport is not None and self.transport.error is not None):
             self.check_in_step(label)

@@ -250,9 +250,8 @@ def _all_to_all_in_graph(x: torch.Tensor, n: int, group: str, _: Arguments) -> A
 
 
 def _routed_in_graph(given: list[torch.Tensor], group: str, routes: Routes, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor of `shape` that arrives if ranks i on `routes` are sent ``given[i]``; zeros if nothing arrives.
-
-    A rank that gets nothing is sent a filler, because Inductor would remove an empty exchange that peers wait for.
+    """The tensor of `shape` that arrives if ranks i on `routes` are sent ``given[i]``; zeros if nothing arrives: such a
+    rank is sent a filler, because Inductor would remove an empty exchange that peers wait for.
     """
     sent, received = _splits(routes, _group_called(group).rank(), len(given), given[0].numel())
     filler = given[0].new_zeros(1)
@@ -291,10 +290,8 @@ class Operation:
     def begin_in_graph(
         self, buffer: torch.Tensor, n: int, group_name: str, arguments: Arguments = ()
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-        """Start inside a compiled graph: (what was started, a function of it that waits for the result).
-
-        Nothing compares or counts these collectives, because Python doesn't run in a compiled step. The ranks compared
-        them when the step was traced.
+        """Start inside a compiled graph: (what was started, a function of it that waits for the result). Python, which
+        compares and counts collectives, doesn't run there: the ranks compared them when the step was traced.
         """
         if buffer.dtype is torch.int16:  # gloo and NCCL have no int16
             started, wait = self.begin_in_graph(buffer.int(), n, group_name, arguments)

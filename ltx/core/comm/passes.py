@@ -101,9 +101,8 @@ class Passes:
 
     @contextmanager
     def in_step(self, number: int) -> Iterator[Callable[[], None]]:
-        """A context around training step `number`; the function that it gives commits it.
-
-        Step summaries carry the number meanwhile. An exception before the commit leaves the step.
+        """A context around training step `number`, which step summaries carry meanwhile; the function that it gives
+        commits the step. An exception before that leaves it.
         """
         if self.step is not None and self._thread != threading.get_ident():
             error = UnsupportedError(
@@ -134,9 +133,8 @@ class Passes:
 
     @contextmanager
     def in_forward(self) -> Iterator[None]:
-        """A context around the forward pass of a plain step.
-
-        If it raises, all ranks together may leave the step out, or go on by another collective of the user's.
+        """A context around the forward pass of a plain step. If it raises, all ranks together may leave the step out,
+        or go on by another collective of the user's.
         """
         if self.step is not None:  # of a training step, which is left as a whole
             yield
@@ -185,9 +183,8 @@ class Passes:
             self.leave("something was raised in it", dropped[0].sent)
 
     def flush_others(self, mine: BackwardPass | None) -> None:
-        """Wait for the collectives of other passes before the pass `mine` issues more.
-
-        Otherwise their later phases, issued whenever a collective completes, would mix with those of `mine`.
+        """Wait for the collectives of other passes before the pass `mine` issues more: their later phases, issued
+        whenever a collective completes, would mix with its own.
         """
         for other in self._under_way:
             if other is not mine and not other.is_done:

@@ -51,9 +51,8 @@ class OfAxis(Protocol):
 
 
 class OwnPart:
-    """This process' part of a world: the communicators of its open axes, and the number of collectives sent on them.
-
-    Those of other libraries count. Comparisons don't: all ranks complete them, and raise or go on together.
+    """This process' part of a world: the communicators of its open axes, and the number of collectives sent on them,
+    those of other libraries too. Comparisons don't count: all ranks complete them, and raise or go on together.
     """
 
     def __init__(self) -> None:
@@ -125,9 +124,8 @@ class Peers:
     def exchange_values(
         self, signature: Signature, value: Any, place: str | None = None, wait: bool = True
     ) -> list[Any]:
-        """Every rank's `value`, which is JSON; raise on every rank unless all call the same.
-
-        `wait`: False to let the peers have this rank's part, and not wait for theirs.
+        """Every rank's `value`, which is JSON; raise on every rank unless all call the same. `wait`: False to let the
+        peers have this rank's part, and not wait for theirs.
         """
         place = place or self.store_exchange.new_place()
         if wait:
@@ -138,9 +136,8 @@ class Peers:
     # --- waits
 
     def waiting(self, channel: Any, number: int, what: str, waited_s: float, now: bool = False) -> None:
-        """Raise if this rank would wait for ever for `what`, issue `number` of `channel`.
-
-        Called now and then in a wait. `now`: read what peers have written, since they may have ended.
+        """Raise if this rank would wait for ever for `what`, issue `number` of `channel`; called now and then in a
+        wait. `now`: read what peers have written, since they may have ended.
         """
 
     def done(self) -> None:

@@ -38,9 +38,8 @@ _SPARSE: dict[torch.layout, tuple[str, ...]] = {
 
 
 class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle's pickler; a tensor whose dtype has no typed storage in torch travels as bytes.
-
-    Code objects keep their file names, which cloudpickle 3.1.3 drops, because other ranks' tracebacks show them.
+    """cloudpickle's pickler; a tensor whose dtype has no typed storage in torch travels as bytes. Code objects keep
+    their file names, which cloudpickle 3.1.3 drops: other ranks' tracebacks show them.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -63,10 +62,9 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _PeerPickler(TensorPickler):
-    """For peers, which run the same program: a class of its ``__main__`` is their own of that name, if they have one.
-
-    cloudpickle makes another class of it, to which an enum's members and dataclasses aren't equal. A class that the
-    peer has from the same process keeps the attributes that the program has set there since.
+    """For peers, which run the same program: a class of its ``__main__`` is their own of that name, if they have one,
+    to which cloudpickle's copy isn't equal in enums and dataclasses. A class that the peer has from the same process
+    keeps the attributes that the program has set there since.
     """
 
     def reducer_override(self, obj: Any) -> Any:

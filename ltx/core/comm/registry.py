@@ -38,9 +38,7 @@ def open_axis(
     make: Callable[[str, int, Ranks], Axis] = Axis,
 ) -> Axis:
     """The axis `name` over the ranks of `group`. All ranks of the group call it, in the same order for several axes.
-
-    `name`: None for a name that no other axis has. `timeout` and `heartbeat_s`: None for the world's. `make`: the class
-    of the communicator, if the axis isn't open yet.
+    Defaults: a name that no other axis has, and the world's times. `make`: the axis' class, if it isn't open yet.
     """
     if isinstance(group, dist.ProcessGroup) and name is not None and (group, name) in _opened:
         return _opened[group, name]
@@ -206,9 +204,8 @@ def holders_of_groups(opened: Iterable[Axis]) -> list[Any]:
 
 
 def _refuse_fork() -> None:
-    """Refuse every collective from now on: this process is a fork of the rank's own.
-
-    A fork has copies of the rank's connections and shares its memory, so peers would take it for the rank.
+    """Refuse every collective from now on: this process is a fork of the rank's own, whose connections and memory it
+    has, so that peers would take it for the rank.
     """
     for axis_comm in communicators():
         error = WorldError(

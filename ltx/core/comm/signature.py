@@ -196,9 +196,8 @@ def _ranks(ranks: list[int]) -> str:
 
 
 class Seen:
-    """Sets of keys, one for each living function. Functions that can't be hashed or weakly referenced share one set.
-
-    `forgets`: keep nothing for such functions.
+    """Sets of keys, one for each living function. Functions that can't be hashed or weakly referenced share one set;
+    with `forgets` nothing is kept for them.
     """
 
     def __init__(self, forgets: bool = False) -> None:

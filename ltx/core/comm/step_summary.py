@@ -86,13 +86,11 @@ class Said(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class IssuedSummary:
-    """A step summary that is pending; `compare` gives the parts of each rank's digest where digests differ.
-
-    Without `work` it hasn't gone out: a bucket may carry it (:meth:`carried_by`), else :meth:`wait` sends it. Ranks
-    launch the same buckets, so all of them do the one or the other.
-
-    On a stream-ordered backend the host doesn't wait for it: :meth:`enqueued` gives sums that the device will compute,
-    and :meth:`wait` is called when the host needs them, at the latest in the next pass.
+    """A step summary that is pending; `compare` gives the parts of each rank's digest where digests differ. Without
+    `work` it hasn't gone out: a bucket may carry it (:meth:`carried_by`), else :meth:`wait` sends it; ranks launch the
+    same buckets, so all do the one or the other. On a stream-ordered backend the host doesn't wait: :meth:`enqueued`
+    gives sums that the device will compute, and :meth:`wait` is called when the host needs them, at the latest in the
+    next pass.
     """
 
     work: Work | None
@@ -118,9 +116,8 @@ class IssuedSummary:
         return self._copy is not None and self._summary is None
 
     def enqueued(self) -> StepSummary:
-        """The sums on the device, without the host reading them; on host-blocking backends the same as :meth:`wait`.
-
-        If ranks differ, which the host finds later, the loss is NaN, so that nobody sees a wrong loss.
+        """The sums on the device, which the host hasn't read; on host-blocking backends as :meth:`wait`. If ranks
+        differ, which the host finds later, the loss is NaN, so that nobody sees a wrong one.
         """
         if not self.stays_on_device:
             return self.wait()
@@ -239,11 +236,10 @@ def begin_pass(
     weight: torch.Tensor | float = 0.0,
     unreduced: str = "",
 ) -> IssuedSummary:
-    """Begin a pass over buckets: wait until the last pass is complete, then issue this rank's step summary.
-
-    The summary is sent on the bucket channels of `among`: `axis_comm` or a part of it. Errors call the pass `name`.
-    `agreement`: the ranks' agreement on the pass, if there is one. `total`, `weight`: this rank's loss and its weight,
-    0-dim tensors; 0 if nobody needs them. `unreduced`: as :attr:`Said.unreduced`.
+    """Begin a pass over buckets: wait until the last one is complete, then issue this rank's step summary, on the
+    bucket channels of `among`: `axis_comm` or a part of it. Errors call the pass `name`. `agreement`: the ranks' on the
+    pass, if there is one. `total`, `weight`: this rank's loss and its weight, 0-dim tensors; 0 if nobody needs them.
+    `unreduced`: as :attr:`Said.unreduced`.
     """
     if among.unread is not None:
         read_last_summary(among)
@@ -283,9 +279,8 @@ def numbers_of(sums: list[float], digest: int) -> list[float]:
 def count_in_graph(
     axis_key: str, step: int, clock: torch.Tensor, total: torch.Tensor, squares: torch.Tensor
 ) -> torch.Tensor:
-    """In a graph: `clock` plus one step. When the graph runs, this raises if ranks are at different steps.
-
-    `total`, `squares`: the sums over ranks of :func:`number_in_graph` and of its square.
+    """In a graph: `clock` plus one step; raises, when the graph runs, if ranks are at different steps. `total`,
+    `squares`: the sums over ranks of :func:`number_in_graph` and of its square.
     """
     with private.below_transforms():
         sums = [unwrapped(x).detach() for x in (total, squares)]

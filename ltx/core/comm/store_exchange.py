@@ -67,11 +67,8 @@ class StoreCaller:
         self._gone = why
 
     def ask(self, question: Callable[[], T]) -> T:
-        """Call `question`, which reads from the store, in the thread; return its result.
-
-        Raises:
-            StoreGoneError: the store is gone.
-            PeerLostError: the store hasn't answered in time.
+        """The result of `question`, which reads from the store, called in the thread. Raises StoreGoneError if the
+        store is gone, PeerLostError if it hasn't answered in time.
         """
         if self._gone is not None:  # don't try again, since torch logs a page for each failed call
             raise self._told_gone(self._gone)
@@ -164,15 +161,11 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0005, 0.05
 
 
 def poll_until(ready: Callable[[], bool], timeout_s: float, while_waiting: Callable[[], object] = lambda: None) -> bool:
-    """Call `ready` until it returns True; returns whether it did within `timeout_s`.
-
-    Every wait for peers in the store goes through here. The pauses between two calls double from 0.5 ms to 50 ms. In a
-    long wait a pause is a twentieth of the wait so far, up to a second: many ranks may wait at one store. Meanwhile
-    this rank advances shared memory, which peers may need before they can come.
-
-    `while_waiting`: called every 50 ms. It raises if this rank waits in vain.
-
-    Waits for collectives are elsewhere: they needn't poll with pauses.
+    """Call `ready` until it returns True; returns whether it did within `timeout_s`. Every wait for peers in the store
+    goes through here. The pauses between two calls double from 0.5 ms to 50 ms; in a long wait a pause is a twentieth
+    of the wait so far, up to a second: many ranks may wait at one store. Meanwhile this rank advances shared memory,
+    which peers may need before they can come, and every 50 ms calls `while_waiting`, which raises if this rank waits in
+    vain.
     """
     began = checked = asked = time.monotonic()
     pause_s = _FIRST_PAUSE_S
@@ -194,9 +187,8 @@ def poll_until(ready: Callable[[], bool], timeout_s: float, while_waiting: Calla
 
 
 class StoreExchange:
-    """The exchange of one axis. Every method raises PeerLostError if the store is gone or doesn't answer.
-
-    `lost` returns the ranks whose processes are known to have ended, or that show no sign of life.
+    """The exchange of one axis. Every method raises PeerLostError if the store is gone or doesn't answer. `lost`: the
+    ranks whose processes are known to have ended, or that show no sign of life.
     """
 
     def __init__(self, store: TimeoutStore, rank: int, size: int, timeout_s: float, lost: Callable[[], list[int]]):

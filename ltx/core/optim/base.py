@@ -136,10 +136,9 @@ def times_lr(optimizer: Optimizer, factor: float) -> Optimizer | None:
 
 
 def unless(optimizer: Optimizer, skip: Tensor, params: Sequence[Tensor]) -> Optimizer:
-    """`optimizer` for one update of some of `params`; it changes no tensor if `skip`, a 0-dim bool, is true.
-
-    An accelerator reads `skip` when the update runs, so the host needn't wait for its value. An optimizer whose kernels
-    can't read `skip` runs on copies, from which :class:`Unless` chooses.
+    """`optimizer` for one update of some of `params`; it changes no tensor if `skip`, a 0-dim bool, is true. An
+    accelerator reads `skip` when the update runs, so the host needn't wait for it. What has no kernels that read it is
+    :class:`Unless`.
     """
     return optimizer._unless(skip, params) or Unless(optimizer, skip)
 
@@ -185,10 +184,9 @@ _NOT_LEAFWISE = (
 
 @dataclass(frozen=True)
 class Unless(Optimizer):
-    """An optimizer for one update, which changes no tensor if `skip` is true; made by :func:`unless`.
-
-    It keeps the old values beside the new ones, and the device chooses between them. :meth:`update` chooses only the
-    state: when an update is skipped, nobody uses the updates that it returns.
+    """An optimizer for one update, which changes no tensor if `skip` is true; made by :func:`unless`. It keeps the old
+    values beside the new ones, and the device chooses. :meth:`update` chooses only the state: nobody uses the updates
+    of a skipped one.
     """
 
     optimizer: Optimizer
@@ -361,9 +359,8 @@ def is_transforming() -> bool:
 
 
 def differentiated(*lists: Iterable[Tensor]) -> bool:
-    """Whether somebody may differentiate what is made of these tensors: then nothing is written in place.
-
-    A transform isn't the only sign: below one a data-parallel step runs on plain autograd, where tensors say it.
+    """Whether somebody may differentiate what is made of these tensors: then nothing is written in place. Below a
+    transform a data-parallel step runs on plain autograd, where tensors say it.
     """
     if is_transforming():
         return True
@@ -371,9 +368,8 @@ def differentiated(*lists: Iterable[Tensor]) -> bool:
 
 
 def donated(params: Iterable[Tensor], *lists: Iterable[Tensor]) -> bool:
-    """Whether an update that may overwrite `params` does so: only if no derivative is taken through it.
-
-    Outside of a train step it may overwrite autograd leaves even if they require grad, as ``torch.optim`` does.
+    """Whether an update that may overwrite `params` does so: only if no derivative is taken through it. Outside of a
+    train step that may be autograd leaves that require grad, as in ``torch.optim``.
     """
     return not differentiated(params if in_step.get() else filterfalse(attrgetter("is_leaf"), params), *lists)
 

@@ -84,10 +84,9 @@ class Kernel:
         traced: bool = False,
         skip: Tensor | None = None,
     ) -> None:
-        """Update `params` and `states` in place. If `skip` is true, fused kernels change nothing.
-
-        `hyper`: the values of scheduled hyperparameters in this update. `traced`: read no number off a tensor, and use
-        foreach operations if the class then still can.
+        """Update `params` and `states` in place. If `skip` is true, fused kernels change nothing. `hyper`: the values
+        of scheduled hyperparameters. `traced`: read no number off a tensor, and use foreach operations if the class
+        then still can.
         """
         changes: dict[str, Any] = {**hyper, "fused": fused}
         if traced and "foreach" in self.group and ("capturable" in self.group or self._is(torch.optim.SGD)):
@@ -150,8 +149,7 @@ class Kernel:
 
     def run_gathered(self, given: Gathered, numbers: Mapping[str, Any], grads: Tensors, skip: Tensor | None) -> bool:
         """Update in place by one call of a fused kernel, as the class' own ``step()`` does once it has asked the same.
-
-        False, and nothing is done, in a case for which ``step()`` has more: a rate on a device, or a graph's capture.
+        False, and nothing is done, where ``step()`` has more: a rate on a device, or a graph's capture.
         """
         row, device = given.row, given.params[0].device
         if device.type != "cpu" and private.capturing():
@@ -319,11 +317,9 @@ Rule = Callable[[Tensors, LeafStates, Tensors, bool], None]
 
 
 def run_pure(rule: Rule, grads: Tensors, states: LeafStates, params: Tensors) -> tuple[Tensors, LeafStates]:
-    """``(new_params, new_states)`` that the in-place `rule` computes, under any nest of transforms.
-
-    Under ``vmap`` each example's slices become leaves of their own, and one call of the kernel updates all of them. So
-    the results equal those of separate runs to the bit, and examples may have different ``step`` counts. Under ``grad``
-    and ``jvp``, torch's differentiable single-tensor path runs on copies.
+    """``(new_params, new_states)`` that the in-place `rule` computes, under any nest of transforms. Under ``vmap`` each
+    example's slices become leaves of their own, updated by one call of the kernel: bits are those of separate runs, and
+    ``step`` counts may differ. Under ``grad`` and ``jvp`` torch's differentiable path runs on copies.
     """
     flat = [*grads, *params, *chain.from_iterable(state.values() for state in states)]
     outermost = max(filter(private.is_wrapped, flat), key=private.level_of, default=None)
@@ -354,9 +350,8 @@ def _spread(tensor: Tensor, *others: Tensor) -> Tensor:
 
 
 class _PerExample(torch.autograd.Function):
-    """Its ``vmap`` rule is the public way to get at a batch's physical tensors.
-
-    :func:`run_pure` calls it only if the tensors' outermost transform is ``vmap``, so only that rule ever runs.
+    """Its ``vmap`` rule, the only one that ever runs, is the public way to get at a batch's physical tensors.
+    :func:`run_pure` calls it if the tensors' outermost transform is ``vmap``.
     """
 
     @staticmethod

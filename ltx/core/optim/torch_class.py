@@ -250,10 +250,9 @@ _NUMBER, _NONE, _BEGUN = "number ", "none ", "has begun"
 
 @dataclass(frozen=True, repr=False)
 class OpaqueOptimizer(ClassOptimizer):
-    """A class without ``_init_group``, with its hyperparameters; made by :func:`ltx.optim.from_torch`.
-
-    It updates all parameters together (in a :func:`ltx.optim.partition` those of its group), because one parameter's
-    update may depend on the others, as LAMB's clipping does. So ``overlap="update"`` and ZeRO refuse it.
+    """A class without ``_init_group``; made by :func:`ltx.optim.from_torch`. It updates all parameters together (in a
+    :func:`ltx.optim.partition` those of its group), since one's update may depend on the others, as LAMB's clipping
+    does: ``overlap="update"`` and ZeRO refuse it.
     """
 
     def __post_init__(self) -> None:

@@ -111,9 +111,8 @@ def _part(axis: Axis, size: int, across: bool) -> Axis:
 
 
 def in_groups(axis: Axis, part: Part, name: str) -> Axis:
-    """The axis called `name` of the ranks that are in this rank's group of `part`.
-
-    Between processes all ranks of a group must call this together the first time.
+    """The axis called `name` of the ranks that are in this rank's group of `part`. Between processes all ranks of a
+    group must call this together the first time.
     """
     size, ranks = axis.ranks.part(name, part)
     return Axis(name, 1) if size == 1 else Axis(name, size, ranks)
@@ -142,9 +141,8 @@ def check_open(axis: Axis) -> Axis:
 
 
 def set_world_axes(axes: tuple[Axis, ...], whole: Axis | None = None) -> None:
-    """Put `axes`, outermost first, in scope in all threads; ``()`` removes them.
-
-    `whole`: the axis of all ranks, if there are several axes.
+    """Put `axes`, outermost first, in scope in all threads; ``()`` removes them. `whole`: the axis of all ranks, if
+    there are several.
     """
     global _world_axes
     _world_axes = axes
@@ -169,15 +167,11 @@ def _opened(there: tuple[tuple[int, int], ...]) -> tuple[Axis, ...]:
 
 
 def find(name: str | None) -> Axis:
-    """The innermost axis called `name`; None means the only axis in scope.
-
-    If several axes are in scope, None raises: reducing over one of them would let the ranks of the others drift apart.
-    Axes of size 1 count too, so that a program means the same on one node and on several. None still works for nested
-    simulated axes of one name (the innermost hides the others), and for simulated axes inside a world of one process.
-
-    Without any axis in scope there is a default axis of size 1; it raises :class:`ltx.errors.WorldError` if a launcher
-    has started this process as one of several ranks. Raises :class:`ltx.errors.AxisError` if no axis in scope is called
-    `name`.
+    """The innermost axis called `name`; None means the only axis in scope. If several are in scope, None raises:
+    reducing over one of them would let the ranks of the others drift apart. Axes of size 1 count too, so that a program
+    means the same on one node and on several. None still works for nested simulated axes of one name (the innermost
+    hides the others), and for simulated axes inside a world of one process. Without any axis in scope there is a
+    default axis of size 1, unless a launcher has started this process as one of several ranks: then WorldError.
     """
     simple = len(_world_axes) < 2 and not _there()
     scope = _world_axes if simple else _choice() if name is None else axes_in_scope()
@@ -269,10 +263,8 @@ def open_simulated(name: str, size: int, device: torch.device | None = None) -> 
 
 @at_trace_time
 def _there() -> tuple[tuple[int, int], ...]:
-    """The (thread, index) of the opened axes that are valid here; a failed trace leaves invalid ones behind.
-
-    A thread finds its own axes. Autograd's device threads, which may recompute a forward pass, find the axes of all
-    threads.
+    """The (thread, index) of the opened axes that are valid here; a failed trace leaves invalid ones behind. A thread
+    finds its own axes; autograd's device threads, which may recompute a forward pass, find those of all threads.
     """
     if not _opened_axes:
         return ()

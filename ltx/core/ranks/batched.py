@@ -15,10 +15,9 @@ from ltx.core.ranks.backings import Levels, OfTensors, Part, Ranks, Rule, Stacke
 
 @dataclass(frozen=True)
 class VmapRanks(Ranks):
-    """Ranks are the entries of the batch dimension that functorch's interpreter at a level adds.
-
-    With `dims`, several nested levels make one axis. functorch takes the innermost level off first. The dimensions of
-    levels that are off already are in front of the tensors, the outermost level's first.
+    """Ranks are the entries of the batch dimension that functorch's interpreter at a level adds. With `dims`, several
+    nested levels make one axis. functorch takes the innermost off first: dimensions of levels that are off are in front
+    of the tensors, the outermost level's first.
     """
 
     levels: Levels

@@ -199,9 +199,8 @@ def _level() -> int:
 
 
 def _placed(out_dims: Any, output: Tree, leaves: list[Any], level: int) -> list[tuple[int | None, str | None]]:
-    """One entry of `out_dims` for each leaf of `output`, one rank's result at this level of torch.func.
-
-    And the paths of leaves whose entry is None though they have a value for each rank.
+    """For each leaf of `output`, one rank's result at this level, its entry of `out_dims`; and, if that is None though
+    the leaf has a value for each rank, its path.
     """
     dims = _entries("out_dims", out_dims, output)
     if torch.compiler.is_compiling():
@@ -239,9 +238,8 @@ def _place(result: torch.Tensor, out_dim: int | None) -> torch.Tensor:
 def _mapped_arguments(
     axis_name: str, in_dims: Any, args: tuple[Any, ...], given: tuple[Any, ...]
 ) -> tuple[list[Any], Any, list[int | None]]:
-    """The leaves of a call's arguments, `given`, their structure, and the ranks' dimension of each leaf.
-
-    `given`: `args`, and after them a dict of keyword arguments, if there are any.
+    """The leaves of a call's arguments, `given`, their structure, and the ranks' dimension of each leaf. `given`:
+    `args`, and after them a dict of keyword arguments, if there are any.
     """
     leaves, spec = tree.flatten(given)
     dims = _broadcast_dims(in_dims, args)

@@ -65,11 +65,9 @@ class _Hook(_checkpoint_hook):
 
 
 class _Reentrant(CheckpointFunction):
-    """torch's checkpoint for ``use_reentrant=True``.
-
-    It would differentiate down to the step's parameters by itself, past the reduction, and tensors that it closes over
-    would silently get no gradient. Inside ltx.functional_call and data-parallel steps the checkpoint for
-    ``use_reentrant=False`` replaces it, with the same gradients.
+    """torch's checkpoint for ``use_reentrant=True``, which would differentiate down to the step's parameters by itself,
+    past the reduction, and give no gradient to tensors that it closes over. Inside ltx.functional_call and
+    data-parallel steps the one for ``use_reentrant=False`` replaces it, with the same gradients.
     """
 
     @classmethod

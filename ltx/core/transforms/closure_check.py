@@ -39,9 +39,8 @@ _FLAG = attrgetter("requires_grad")
 
 
 def edges(nodes: Iterable[Any], ends: Callable[[Any], bool] = lambda _: False) -> Iterator[tuple[Any, Any, int]]:
-    """(a node, another that it uses, which of its outputs) for all edges of the graph below `nodes`, some None.
-
-    It isn't followed below nodes of which `ends` is true.
+    """(a node, another that it uses, which of its outputs) for all edges of the graph below `nodes`, some None, but not
+    below nodes of which `ends` is true.
     """
     queue: list[tuple[Any, Any, int]] = [(None, node, 0) for node in nodes if node is not None]
     seen = set[Any]()
@@ -67,15 +66,12 @@ def _kept_as(leaf: torch.Tensor, fn: Any) -> str | None:
 
 
 def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0, to_given: bool = False) -> None:
-    """Raise if `outputs` of `fn` depend on parameters that aren't among `given`, the arguments of the call.
-
-    Leaves that the step `fn` has created, such as inputs for its own derivatives, don't
-    count: they aren't parameters, and the function doesn't refer to them.
-
-    Buffers of modules that require gradients count too, unless derivatives are taken only with respect to `given`. In
-    another step a leaf may be a parameter of that, whose gradient that reduces, so Parameters alone count. Each
-    function is checked once, and again if a call makes another number of nodes, `made`. The check is for plain
-    autograd: torch.func differentiates only arguments.
+    """Raise if `outputs` of `fn` depend on parameters that aren't among `given`, the arguments of the call. Leaves that
+    the step `fn` has created, such as inputs for its own derivatives, aren't parameters, and it doesn't refer to them.
+    Buffers that require gradients count, unless derivatives are taken only with respect to `given`. In another step a
+    leaf may be a parameter of that, whose gradient that reduces, so Parameters alone count. A function is checked once,
+    and again if a call makes another number of nodes, `made`. torch.func, which differentiates only arguments, needs no
+    such check.
     """
     if _known.has(fn, ("whole", made)) and not any(map(_FLAG, _frozen.get(fn, ()))):
         return
@@ -104,10 +100,9 @@ def _tensors(values: Tree) -> list[torch.Tensor]:
 
 def own_leaves(fn: Any, outputs: Tree, asked: Tree, given: Tree, made: int = 0) -> list[torch.Tensor]:
     """The tensors to which an autograd.Function leads that leads to none of those that a backward pass is `asked` for.
-
-    Autograd goes to what it is asked for. A reversible layer with a dummy argument, whose backward pass brings the
-    gradients of parameters by itself, is only called if the dummy's gradient is asked for too. It may be made by the
-    step `fn`, or be one of the tensors `given` to it; what those were made of is the caller's business.
+    A reversible layer with a dummy argument, whose backward pass brings the gradients of parameters by itself, is only
+    called if the dummy's gradient is asked for too. That may be made by the step `fn`, or be one of the tensors `given`
+    to it; what those were made of is the caller's business.
     """
     if _known.has(fn, ("alone", made)):
         return []
@@ -162,10 +157,9 @@ class _Watch(TorchFunctionMode):
 
 
 def watch_for_traced_values(fn: Any) -> AbstractContextManager[Any]:
-    """Raise TracedValueError if `fn` uses a traced value.
-
-    Watching costs microseconds per operation. So later runs of `fn` are watched only if there is such a value in its
-    closure, globals and defaults, or an attribute of an object there, as of the object of a method.
+    """Raise TracedValueError if `fn` uses a traced value. Watching costs microseconds per operation, so later runs of
+    `fn` are watched only if there is such a value in its closure, globals and defaults, or an attribute of an object
+    there.
     """
     first = _referred(fn)
     near = [x for y in (first, *map(_referred, first)) for x in y if isinstance(x, torch.Tensor)]
@@ -173,10 +167,8 @@ def watch_for_traced_values(fn: Any) -> AbstractContextManager[Any]:
 
 
 def captured(fn: Any) -> list[torch.Tensor]:
-    """The tensors that a step `fn` refers to and plain autograd around it differentiates.
-
-    In another step leaves are among them, which may be the parameters of that, also in the place of a module's own;
-    elsewhere :func:`refuse_captured` is for them.
+    """The tensors that a step `fn` refers to and plain autograd around it differentiates. In another step leaves are
+    among them, which may be the parameters of that; elsewhere :func:`refuse_captured` is for them.
     """
     found = [x for x, module in _tensors_of(fn) if module is None or type(x) is not nn.Parameter]
     return [x for x in found if _is_traced(x) and x.requires_grad]
@@ -190,11 +182,9 @@ def look_at_modules(
     fn: Any, in_place: Callable[[], set[int]], given: Callable[[], Iterable[Any]], params: Tree
 ) -> AbstractContextManager[bool | None]:
     """While `fn` is called for the first time: raise StepError if it writes to a buffer of a module that it uses, or to
-    one of the `params` that it gets.
-
-    Also raise if it uses an embedding that renormalises its rows in place, or a module whose trained parameters have
-    hooks for gradients and aren't among the `given` tensors. `in_place`: as in :func:`own_written`. The block gets True
-    if it is the first time.
+    one of the `params` that it gets; or uses an embedding that renormalises its rows in place, or a module whose
+    trained parameters have hooks for gradients and aren't `given`. `in_place`: as in :func:`own_written`. The block
+    gets True then.
     """
     return nullcontext() if _known.has(fn, "called") else _looking(fn, in_place, given, params)
 
@@ -295,9 +285,8 @@ def refuse_max_norm(module: nn.Module) -> None:
 
 
 def own_written(buffers: Sequence[Buffer], where: str, in_place: Callable[[], set[int]]) -> None:
-    """Raise if one of `buffers` has changed; errors call their module `where`.
-
-    `in_place` returns the ids of tensors that outer calls have put into modules; the outer calls check these.
+    """Raise if one of `buffers` has changed; errors call their module `where`. `in_place` returns the ids of tensors
+    that outer calls have put into modules, and check themselves.
     """
     written = [buffer for buffer in buffers if buffer.written()]
     given = in_place() if written else set()

@@ -31,11 +31,9 @@ _START = (
 
 
 def check_params_once(axis: Axis, params: Tree, fn: Any, key: Hashable, signature: comm.Signature | None) -> None:
-    """Raise ReplicaDivergedError on every rank unless `params`, which step `fn` is given, are the same on all.
-
-    Between processes, only the first call of `fn` with each `key` compares; all ranks must make it
-    together. If a peer calls something else meanwhile, its error says that this rank is at `signature`. Simulated ranks
-    that share a tensor have nothing to compare; tensors that they don't share are compared at every call.
+    """Raise ReplicaDivergedError on every rank unless `params`, which step `fn` is given, are the same on all. Between
+    processes only the first call of `fn` with each `key` compares, on all ranks together; a peer that calls something
+    else is told that this rank is at `signature`. Simulated ranks compare tensors that they don't share at every call.
     """
     compared = axis.ranks.compared
     if axis.size == 1 or (compared is not None and compared.has(fn, key)):

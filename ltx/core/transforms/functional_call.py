@@ -259,10 +259,8 @@ _ASSIGNED = (
 
 
 class Swap:
-    """Replaces a module's tensors by others during a call.
-
-    `tensors`: {name: tensor}, with all tied names. `first`: of each buffer among them that the call may write to the
-    tensor, the count of writes to it, and the value that was given for it.
+    """Replaces a module's tensors by others during a call. `tensors`: {name: tensor}, with all tied names. `first`: of
+    each buffer among them that the call may write to the tensor, the count of writes to it, and the value given for it.
     """
 
     def __init__(self, members: Members, tensors: dict[str, torch.Tensor], first: dict[str, Kept]):
@@ -385,10 +383,8 @@ class Swap:
                 )
 
     def again(self) -> Callable[[], AbstractContextManager[None]]:
-        """A function that puts the tensors in again, for the recomputation of a part of this call.
-
-        Buffers begin with the values that they have now. What the recomputation writes to them is dropped, since the
-        first pass has written it already.
+        """A function that puts the tensors in again, for the recomputation of a part of this call. Buffers begin with
+        their present values; what it writes to them, as the first pass has, is dropped.
         """
         if not self._kept:
             return self.in_place
@@ -427,10 +423,9 @@ def tensors_in_place() -> set[int]:
 
 
 def calls_of_torch() -> list[tuple[nn.Module, Mapping[str, torch.Tensor]]]:
-    """The (module, tensors) of the calls of torch.func.functional_call that run in this thread.
-
-    They are found on the stack, as torch's own function, since in a graph a call records nothing, and the graph may
-    break in it: what the module calls then runs eagerly, in a call of which only the frame knows.
+    """The (module, tensors) of the calls of torch.func.functional_call that run in this thread. They are found on the
+    stack: in a graph a call records nothing, and the graph may break in it, so that what the module calls runs eagerly
+    in a call of which only the frame knows.
     """
     found = []
     frame: Any = sys._getframe(1)
@@ -461,11 +456,10 @@ _passes: ContextVar[tuple[Calls, ...]] = ContextVar("_passes", default=())
 
 
 class Calls:
-    """The functional calls of a forward pass, for what calls their modules again in its backward pass.
-
-    Its owner runs both passes: ``with calls.recorded(): forward``, then ``with calls.in_pass(): backward``. Calls that
-    nobody records are alone in a record without an owner. `around`: another record, for derivatives of this pass.
-    `kept`: the parameters of the step. Nothing else that a call was given is kept by its record.
+    """The functional calls of a forward pass, for what calls their modules again in its backward pass. Its owner runs
+    both: ``with calls.recorded(): forward``, then ``with calls.in_pass(): backward``. Calls that nobody records are
+    alone in a record without an owner. `around`: another record, for derivatives of this pass. `kept`: the step's
+    parameters; nothing else that a call was given is kept by its record.
     """
 
     def __init__(self, around: Calls | None = None) -> None:
@@ -495,9 +489,8 @@ class Calls:
 
     @contextmanager
     def in_pass(self, begun: bool = True) -> Iterator[None]:
-        """The backward pass. A recorded module that is called in it has the recorded tensors until the block ends.
-
-        With ``begun=False`` the pass begins where :meth:`begin` is called.
+        """The backward pass. A recorded module that is called in it has the recorded tensors until the block ends. With
+        ``begun=False`` the pass begins where :meth:`begin` is called.
         """
         token = _passes.set((*_passes.get(), self))
         try:
@@ -637,9 +630,8 @@ def keep(params: Tree) -> None:
 
 
 def _record(given: Mapping[str, torch.Tensor], make: Callable[[dict[str, torch.Tensor]], Swap]) -> Calls | None:
-    """Record a functional call, if there will be a backward pass; who calls this has its output watched.
-
-    `make` makes its swap, of those of the `given` tensors that somebody has kept.
+    """Record a functional call, if there will be a backward pass; who calls this has its output watched. `make` makes
+    its swap, of those of the `given` tensors that somebody has kept.
     """
     if not torch.is_grad_enabled():
         return None

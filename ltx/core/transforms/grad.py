@@ -192,9 +192,8 @@ def _alone(
     kwargs: dict[str, Any],
     checked_output: Callable[[Any], Any],
 ) -> Any:
-    """The result of :func:`grad_and_value`'s function by plain autograd, for a step of one rank.
-
-    It may use what torch.func has no rules for, as it may on several ranks.
+    """The result of :func:`grad_and_value`'s function by plain autograd, for a step of one rank: as on several ranks,
+    it may use what torch.func has no rules for.
     """
     leaves, spec = flat
     inputs = [x.detach().requires_grad_() for x in leaves]

@@ -58,10 +58,8 @@ from ltx.typing import Tree
 def prepare_trace(
     strategy: Strategy, axis: Any, step: int, with_state: bool, blocked: bool = False, dtype: torch.dtype | None = None
 ) -> tuple[str, tuple[str, ...]]:
-    """Returns (the key of a step's settings in a graph, the names of a leaf's states).
-
-    The key is "" if gradients stay local. `with_state`: whether the step was given its communication state. `dtype`: as
-    in :func:`in_dtype`.
+    """(the key of a step's settings in a graph, "" if gradients stay local; the names of a leaf's states).
+    `with_state`: whether the step was given its communication state. `dtype`: as in :func:`in_dtype`.
     """
     found = comm.resolve(axis)
     hook = None if blocked else in_dtype(constant_hook(strategy, step), dtype)
@@ -375,9 +373,8 @@ def sync_gradients(
 
 
 def _with_sparse(grads: Tree, strategy: Strategy, state: SyncState | None, axis: Any) -> tuple[Tree, SyncState | None]:
-    """Reduce a tree with sparse leaves, by gathering their indices and values, as Horovod does.
-
-    Sparse leaves aren't compressed. They are reduced first; in that collective ranks compare their whole trees.
+    """Reduce a tree with sparse leaves, by gathering their indices and values, as Horovod does. These aren't
+    compressed, and come first: in that collective ranks compare their whole trees.
     """
     sparse, dense = split_sparse(grads)
     hook = hook_of_plain(strategy, 0 if state is None else state.checked_step())

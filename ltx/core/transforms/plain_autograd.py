@@ -38,7 +38,6 @@ def gradients(
     total: torch.Tensor, leaves: Sequence[torch.Tensor], again: bool = False, own: Sequence[torch.Tensor] = ()
 ) -> list[torch.Tensor]:
     """The gradients of `total` with respect to new `leaves`, by plain autograd; zeros where `total` doesn't use one.
-
     `again`: they may be differentiated. `own`: as in :class:`ltx.core.transforms.run.Run`.
     """
     if not total.requires_grad:
@@ -63,9 +62,8 @@ def by_buckets(
     again: bool = False,
     own: Sequence[torch.Tensor] = (),
 ) -> tuple[list[torch.Tensor], dict[int, LeafState]]:
-    """Run a deferred pass, and wait for its buckets: (the parameters' gradients, next states by their places).
-
-    The arguments are those of :meth:`ProcessSchedule.backward`.
+    """Run a deferred pass, and wait for its buckets: (the parameters' gradients, next states by their places). The
+    arguments are those of :meth:`ProcessSchedule.backward`.
     """
     grads, states = dict[int, torch.Tensor](), dict[int, LeafState]()
     try:

@@ -212,9 +212,8 @@ class Marked(NamedTuple):
 
 
 def reaching(output: Any, leaves: Sequence[torch.Tensor]) -> Any:
-    """`output`; a Weighted's total that depends on no parameter gets a zero that does, without a tie.
-
-    Its sum over ranks is a part of the graph, whose backward pass all ranks run, also one without data.
+    """`output`; a Weighted's total that depends on no parameter gets a zero that does, without a tie: its sum over
+    ranks is a part of the graph, whose backward pass all ranks run, also one without data.
     """
     if type(output) is tuple and output:
         return (reaching(output[0], leaves), *output[1:])
@@ -288,9 +287,8 @@ def refuse_backward(inputs: Sequence[torch.Tensor], schedule: Any = None) -> Non
 
 
 def refuse_gradients(output: Any, leaves: list[torch.Tensor], spec: Any) -> None:
-    """Raise if `output` looks like the parameters (`leaves` and `spec`).
-
-    Gradients or new parameters that were computed inside the step would silently differ between ranks.
+    """Raise if `output` looks like the parameters (`leaves` and `spec`): gradients or new parameters that were computed
+    inside the step would silently differ between ranks.
     """
     if isinstance(output, torch.Tensor) and output.ndim == 0:
         return  # this is a loss

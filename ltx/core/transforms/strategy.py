@@ -400,10 +400,9 @@ def take_updated(
 
 
 def may_be_written_to(tensors: Iterable[torch.Tensor], others: Any) -> bool:
-    """Whether `tensors` are eager and contiguous, and none shares its address with another, or with one of `others`.
-
-    A user's optimizer may have the parameters in its state too. On an accelerator writes are enqueued after everything
-    that reads the old values: on the step's own stream, and after a bucket's fence.
+    """Whether `tensors` are eager and contiguous, and none shares its address with another, or with one of `others`: an
+    optimizer may have parameters in its state. An accelerator writes after all that reads the old values: on the step's
+    own stream, and after a bucket's fence.
     """
     mine = [x for x in tensors if x.numel()]
     if not all((is_plain(x) or prefers_few_calls(x)) and x.is_contiguous() for x in mine):

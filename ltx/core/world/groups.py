@@ -126,9 +126,8 @@ def next_is_begun() -> bool:
 
 
 def _refuse_shared_devices(exchange: StoreExchange, world: World) -> None:
-    """Raise on all ranks if two ranks compute on one accelerator; NCCL would raise a less helpful error later.
-
-    NCCL 2.30 has a setting that allows it, for tests: kernels of both ranks wait for each other on one device.
+    """Raise on all ranks if two compute on one accelerator, before NCCL raises a less helpful error. NCCL 2.30 has a
+    setting that allows it, for tests: kernels of both ranks wait for each other on one device.
     """
     if world.device.type == "cpu" or world.backend in HOST_BLOCKING:
         return
@@ -149,9 +148,8 @@ def _refuse_shared_devices(exchange: StoreExchange, world: World) -> None:
 
 
 def _open_store(address: str, port: int, holds: bool, timeout: timedelta) -> Store:
-    """Connect to the store at `address`, such as the one where the ranks meet.
-
-    `holds`: this process holds the store; port 0 means a free port. A loopback `address` serves only this machine.
+    """Connect to the store at `address`. `holds`: this process holds it; port 0 means a free port. A loopback `address`
+    serves only this machine.
     """
     try:
         socket.getaddrinfo(address, None)

@@ -168,9 +168,8 @@ def init(
 
 
 def renew(count: int) -> None:
-    """Make a new world with the same settings, in place of one in which an exception was raised.
-
-    `count`: its number, the same on all ranks, which may have had different numbers of worlds, and above all of those.
+    """Make a new world with the same settings, in place of one in which an exception was raised. `count`: its number,
+    the same on all ranks and above those of all, which may differ.
     """
     settings = settings_of_world()
     settings.pop("placement", None)  # as the environment says

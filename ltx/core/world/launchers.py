@@ -59,11 +59,10 @@ def check_alone(environ: Mapping[str, str]) -> None:
 
 
 def placement_beside_group(environ: Mapping[str, str], rank: int, size: int) -> Placement:
-    """The placement of a process whose process group exists: `environ` completes its `rank` and `size`.
-
-    Launchers of other libraries set some of torchrun's variables: Lightning Fabric's all but RANK, and NODE_RANK for
-    GROUP_RANK. The process group knows what is missing. A variable that contradicts the group isn't used, since ranks
-    may have been renumbered. Only LOCAL_RANK says which device a rank has.
+    """The placement of a process whose process group exists: `environ` completes its `rank` and `size`. Launchers of
+    other libraries set some of torchrun's variables: Lightning Fabric's all but RANK, and NODE_RANK for GROUP_RANK. A
+    variable that contradicts the group isn't used, since ranks may have been renumbered. Only LOCAL_RANK says which
+    device a rank has.
     """
     known = {"RANK": str(rank), "WORLD_SIZE": str(size)}
     if "NODE_RANK" in environ:

@@ -210,7 +210,6 @@ def shutdown() -> None:
 
 def abandon(error: BaseException, call: int | None = None) -> None:
     """Tell peers that wait in a collective that this rank won't join it, because of `error`; in this `call` of a Pool.
-
     If all ranks raise in the call, and none had sent anything, their next call goes on in the same world.
     """
     process.abandoned = True
@@ -257,9 +256,8 @@ def cores() -> int:
 
 
 def accelerators() -> tuple[str, int]:
-    """The type of this machine's accelerators, and how many there are; 0 without any.
-
-    It asks the driver's library and doesn't initialise CUDA, which forks of this process couldn't use then.
+    """The type of this machine's accelerators, and how many there are; 0 without any. It asks the driver's library and
+    doesn't initialise CUDA, which forks of this process couldn't use then.
     """
     found = torch.accelerator.current_accelerator()
     if found is None:
@@ -268,13 +266,11 @@ def accelerators() -> tuple[str, int]:
 
 
 def world_of(placement: Placement, *, backend: str | None = None, cuda_devices: int | None = None) -> World:
-    """The world of a process at `placement`.
-
-    The device is the accelerator (CUDA, or another kind that torch knows) with the local rank's number; the first one
-    if each rank sees only its own devices (srun's tasks, or one entry in CUDA_VISIBLE_DEVICES); the CPU without an
-    accelerator. The backends are torch's for that device, NCCL on CUDA, and gloo on the CPU. Local ranks beyond the
-    number of devices are an error, except over gloo, where they compute on the CPU. `cuda_devices`: the number of CUDA
-    devices; None asks torch which accelerators there are.
+    """The world of a process at `placement`. The device is the accelerator (CUDA, or another kind that torch knows)
+    with the local rank's number; the first one if each rank sees only its own devices (srun's tasks, or one entry in
+    CUDA_VISIBLE_DEVICES); the CPU without an accelerator. The backends are torch's for that device, NCCL on CUDA, and
+    gloo on the CPU. Local ranks beyond the number of devices are an error, but over gloo, where they compute on the
+    CPU. `cuda_devices`: None asks torch which accelerators there are.
     """
     local_rank = placement.local_rank
     kind, count = accelerators() if cuda_devices is None else ("cuda", cuda_devices)
