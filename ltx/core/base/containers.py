@@ -80,16 +80,14 @@ def open_in_graph(cls: type) -> None:
         raise UnspecializeRestartAnalysis(restart_reason=f"{cls.__qualname__} is a node of trees from now on")
 
 
+@dataclasses.dataclass(eq=False)
 class _Rest:
     """What an instance holds besides its children. Structures that differ in nothing else are equal."""
 
-    def __init__(
-        self, order: tuple[Any, ...], attributes: dict[str, Any], mirrored: tuple[Any, ...] = (), itself: bool = False
-    ):
-        self.order = order  # of a mapping's keys, as they were put in
-        self.attributes = attributes
-        self.mirrored = mirrored  # keys that are attributes too
-        self.itself = itself  # the mapping is its own __dict__, as in many classes with attribute access
+    order: tuple[Any, ...]  # of a mapping's keys, as they were put in
+    attributes: dict[str, Any]
+    mirrored: tuple[Any, ...] = ()  # keys that are attributes too
+    itself: bool = False  # the mapping is its own __dict__, as in many classes with attribute access
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Rest)

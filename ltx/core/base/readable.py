@@ -58,8 +58,7 @@ class Readable:
 def text_of(value: Any, most: int = 1, indent: int = 0) -> str:
     """`value` as text on one line; if that is too long, with a line for each part.
 
-    Tensors of at most `most` elements are shown with their values. No values are read from a device, or from a tensor
-    under a transform.
+    Tensors of at most `most` elements are shown with their values, unless on a device or under a transform.
 
     >>> text_of({"w": torch.zeros(64, 8, dtype=torch.bfloat16), "n": [1, torch.tensor(0.5)]})
     "{'w': bf16[64,8], 'n': [1, tensor(0.5000)]}"

@@ -68,8 +68,7 @@ def flatten(tree: Tree) -> tuple[list[Any], Any]:
         return flatten(tree) if any(opened(cls) for cls in set(builtins.map(type, leaves))) else (leaves, spec)
     except RecursionError:
         raise TreeError(
-            f"a tree of type {type(tree).__name__} holds itself, or is nested too deeply to be walked. Pass dicts, "
-            "lists and tuples of tensors."
+            f"a tree of type {type(tree).__name__} holds itself, or is nested too deeply. Pass dicts, lists and tuples."
         ) from None
 
 
@@ -259,27 +258,19 @@ def refuse_dtensors(leaves: Sequence[torch.Tensor], tree: Tree, what: str) -> No
     kinds = [*builtins.map(type, builtins.map(unwrapped, leaves) if in_transform() else leaves)]
     if any(issubclass(kind, cls) for kind in {*kinds}):
         path = leaf_paths(tree)[next(place for place, kind in enumerate(kinds) if issubclass(kind, cls))]
-        raise UnsupportedError(f"{what}: leaf {path!r} is a DTensor, {_NO_DTENSORS}")
+        raise UnsupportedError(f"{what}: leaf {path!r} is a DTensor, {NO_DTENSORS}")
 
 
-_NO_DTENSORS = (
+NO_DTENSORS = (
     "and a plain tensor was expected. Where parameters are DTensors, wrap the step or train step: "
     "ltx.tensor_parallel.with_dtensors(train). Elsewhere pass what this rank holds, x.to_local(), or the value, "
     "x.full_tensor()."
 )
 
 
-@traced.at_trace_time
-def refuse_in_graph(classes: tuple[str, ...]) -> None:
-    """Raise if one of the class names of a graph's tensors is DTensor. Dynamo runs this while it traces."""
-    if "DTensor" in classes:
-        raise UnsupportedError(f"a parameter in a compiled graph is a DTensor, {_NO_DTENSORS}")
-
-
 def check_open(leaves: Sequence[Any], tree: Tree, what: str, done: str, tensors_only: bool = False) -> None:
     """Raise TreeError unless all tensors of `tree` are leaves. A leaf may hide some: an object, a set, a NumPy array,
-    an iterator of batches. The error says that they "would not be" `done`, such as "split". `tensors_only`: allow
-    arrays and iterators.
+    an iterator of batches. They "would not be" `done`, such as "split". `tensors_only`: allow arrays and iterators.
     """
     if PLAIN.issuperset(builtins.map(type, leaves)):
         return
@@ -337,8 +328,7 @@ def register_node(
     names: Sequence[str] | Callable[[T], Sequence[str]],
 ) -> None:
     """Register `cls` as a node with optree and with torch's pytree. `to_parts` returns ``(children, static)``, `static`
-    hashable and part of the structure; `from_parts` is the inverse. `names`: the children's in paths, or a function
-    from a node to these.
+    hashable and part of the structure; `from_parts` is the inverse. `names`: the children's, or a function of a node.
     """
     optree.register_pytree_node(
         cast(Any, cls),

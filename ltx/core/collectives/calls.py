@@ -172,8 +172,7 @@ def movable(name: str, x: torch.Tensor) -> torch.Tensor:
 def check_dense(name: str, leaves: list[Any], value: Tree) -> None:
     """Raise unless every leaf is a strided tensor, which holds its numbers itself."""
     tree.check_leaves(leaves, value, f"{name}: its argument")
-    hint = "Only ltx.psum and ltx.pmean take sparse tensors (COO): use x.to_dense()."
-    tree.check_dense(leaves, value, name, hint)
+    tree.check_dense(leaves, value, name, "Only ltx.psum and ltx.pmean take sparse tensors (COO): use x.to_dense().")
     for place, x in enumerate(leaves):
         if not (private.has_memory(x) or isinstance(x, private.FakeTensor) or private.has_memory(private.in_memory(x))):
             raise UnsupportedError(

@@ -124,8 +124,7 @@ def all_gather(
             ranks. "infer" on every rank: ranks send each other their lengths at every call, in one small message for
             all leaves. If other dimensions differ too, use :func:`gather_all_tensors`.
         grad_scale: "mean" divides the gradient by n, as Horovod does.
-        axis_index_groups: as in :func:`ltx.psum`, of equal sizes: a rank gathers from its group, in the group's
-            order.
+        axis_index_groups: as in :func:`ltx.psum`, of equal sizes: a rank gathers from its group, in its order.
 
     Returns:
         What each rank sees: the same tree of new tensors, of shape ``(n, *shape)`` for ``dim=0``, also if n is 1.

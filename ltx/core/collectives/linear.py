@@ -139,8 +139,7 @@ def _in_one_level(name: str, forward: Callable[..., Any], backward: Callable[...
 
 class _Recorded:
     """The rule of one of :class:`Function`'s subclasses at a level of ``torch.func.grad``, which records it; it runs
-    below the level. torch's ``custom_function_call_grad`` does the same with arguments and outputs as trees, flattened
-    eight times.
+    below the level. torch's ``custom_function_call_grad`` does the same on trees, flattened eight times.
     """
 
     def __init__(self, cls: type[Function]):

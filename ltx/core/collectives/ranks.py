@@ -240,8 +240,7 @@ def opened(batch: Tree, what: str, dim: int = 0) -> tuple[Tree, int | None]:
     for place, cell in enumerate(found):
         if of_samples(cell):
             items = cell.items if is_records(cell) else cell
-            square = all(type(x) in (list, tuple) and len(x) == length for x in items)
-            if square and not _has_tensors(items):
+            if all(type(x) in (list, tuple) and len(x) == length for x in items) and not _has_tensors(items):
                 path = tree.leaf_paths(batch, is_leaf=of_samples)[place]
                 raise TreeError(
                     f"{what}: leaf {path!r} is a {type(items).__name__} of {length} lists of {length}, as many as "

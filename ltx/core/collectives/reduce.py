@@ -261,8 +261,7 @@ def reduce_boolean_decision(decision: bool | torch.Tensor, all: bool = True, axi
     """One decision for all ranks: whether every rank (with ``all=False`` any rank) says True.
 
     Args:
-        decision: this rank's decision, a bool or a 0-dim tensor. all: whether every rank must say True; if not, one
-            suffices.
+        decision: this rank's decision, a bool or a 0-dim tensor. all: whether every rank must say True, or one.
         axis: as in :func:`ltx.psum`.
 
     Returns:
@@ -296,8 +295,7 @@ def weighted_mean(value: Tree, weight: torch.Tensor | float, axis: Any = None) -
     """The mean over ranks of every tensor of a tree, weighted by rank: sum w_r x_r / sum w_r.
 
     Args:
-        value: tree of tensors or numbers, such as this rank's means; the same structure, shapes and dtypes on every
-            rank.
+        value: tree of tensors or numbers, such as a rank's means; the same structure, shapes and dtypes on all.
         weight: this rank's weight, such as its number of samples: a 0-dim tensor or a number, not negative. A value of
             weight 0 has no influence, even if it is NaN or infinite.
         axis: as in :func:`ltx.psum`.

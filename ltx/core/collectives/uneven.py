@@ -74,8 +74,7 @@ def gather_all_tensors(tensor: torch.Tensor, axis: Any = None) -> list[torch.Ten
             for rank, (head, shape) in enumerate(zip(heads, shapes, strict=True))
         )
         raise RankMismatchError(
-            f"axis {found.name!r}: ranks disagree on gather_all_tensors: {each}. Shapes may differ, dtypes may not: "
-            "cast them to one dtype."
+            f"axis {found.name!r}: ranks disagree on gather_all_tensors: {each}. Shapes may differ: cast to one dtype."
         )
     agreed = comm.Agreement(signature, signature.fingerprint, None)
     moved = movable("all_gather", tensor)  # as bytes, if torch can't pad its dtype
@@ -123,9 +122,8 @@ def _all_gather_inferred(value: Tree, axis: Any, dim: int) -> Tree:
         told_lengths = found.ranks.tell(f"{_INFERRED}: lengths", [x.shape[dim] for x in leaves], signature, key)
     ats, moved = [dim % x.ndim for x in leaves], [movable("all_gather", x) for x in leaves]
     rows = gathered(moved, ats, list(zip(*told_lengths, strict=True)), found, agreed)
-    whole = [torch.cat(parts, at) for parts, at in zip(rows, ats, strict=True)]
-    pairs = zip(leaves, moved, whole, strict=True)
-    return tree.unflatten(spec, [y if m is x else from_bytes(y, x.dtype) for x, m, y in pairs])
+    whole = zip(leaves, moved, map(torch.cat, rows, ats), strict=True)
+    return tree.unflatten(spec, [y if m is x else from_bytes(y, x.dtype) for x, m, y in whole])
 
 
 def gathered(
@@ -218,8 +216,7 @@ def _joined(parts: torch.Tensor, lengths: Sequence[int], at: int, dim: int) -> t
 def _real(axis: Any, what: str, instead: str = "Leave splits out, or use processes: ltx.Pool(n).run(fn).") -> Axis:
     if traced.recording():
         traced.refuse(
-            f"{what} can't be compiled: what it gives has another shape on each rank, or at each call. Call it outside "
-            "of the compiled function."
+            f"{what} can't be compiled: what it gives has another shape on each rank, or at each call. Call it outside."
         )
     found = comm.resolve(axis)
     found.ranks.need("objects", f"{what} has no form under ltx.vmap, whose ranks have equal shapes. {instead}")
@@ -287,8 +284,7 @@ def broadcast_object(obj: T, src: int = 0, axis: Any = None) -> T:
     a key on which the ranks agree through their store.
 
     Args:
-        obj: any object that cloudpickle can pickle; only `src`'s matters. Tensors of an accelerator arrive on the
-            receiver's.
+        obj: any object that cloudpickle can pickle; only `src`'s matters. An accelerator's tensors arrive on one.
         src: an index on the axis (not a rank of the world), 0 to n - 1.
         axis: as in :func:`ltx.psum`.
 

@@ -32,7 +32,6 @@ from ltx.core.comm.registry import resolve as resolve
 from ltx.core.comm.signature import RAISED as RAISED
 from ltx.core.comm.signature import Agreement as Agreement
 from ltx.core.comm.signature import Signature as Signature
-from ltx.core.comm.signature import list_values as list_values
 from ltx.core.comm.signature import mismatch as mismatch
 from ltx.core.comm.step_summary import UNREDUCED as UNREDUCED
 from ltx.core.comm.step_summary import IssuedSummary as IssuedSummary

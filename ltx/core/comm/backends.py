@@ -97,8 +97,7 @@ class CommStream:
 
     def fence(self) -> StreamFence:
         """A function that makes the stream on which it is called wait for what is on this stream now. Its arguments:
-        tensors made on this stream and used on that one, and tensors that this stream uses, made on the one that it was
-        put behind.
+        tensors made here and used there, and tensors used here and made on the stream that this one was put behind.
         """
         if self._stream is None:
             return lambda made, used=(): None

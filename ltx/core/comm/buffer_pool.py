@@ -48,8 +48,7 @@ class BufferPool:
         self, plan: Hashable, place: int, summed: bool, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """An uninitialised tensor for the bucket at `place` of `plan`; memory of other plans is given back. `summed`:
-        it is for a sum of all ranks; others may resize it, as torch's batched PowerSGD does, which no shared memory
-        allows.
+        it is for a sum of all ranks; others may be resized, as torch's batched PowerSGD does: no shared memory.
         """
         if storage_uses is None or device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=device)

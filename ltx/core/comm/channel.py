@@ -138,11 +138,7 @@ class Work:
 
     def _order(self, work: dist.Work, group: StreamGroup) -> None:
         """Make the current stream wait for `work`. Raises if the work has failed: its buffer holds garbage then."""
-        try:
-            work.wait()
-        except RuntimeError as error:
-            self._explain(error)
-            raise
+        self._ask(work.wait)
         if group.cut_off or group.failed:
             self._channel.check_device(group, self.number, self._label)
 
@@ -168,14 +164,11 @@ class Work:
         try:
             return ask()
         except RuntimeError as error:
-            self._explain(error)
+            try:
+                self._channel.explain(error, self.number, self._label)
+            finally:
+                self._channel.peers.done()
             raise
-
-    def _explain(self, error: RuntimeError) -> None:
-        try:
-            self._channel.explain(error, self.number, self._label)
-        finally:
-            self._channel.peers.done()
 
     def _pass(self, work: TransportWork, began: float) -> None:
         channel = self._channel
@@ -261,18 +254,14 @@ class Channel:
     def transport_failed(self, label: str) -> TransportError:
         """The error for a collective that can't complete because the shared-memory transport has failed on a rank."""
         assert self.transport is not None
-        failures = self.transport.failures()
-        each = "; ".join(f"on rank {rank}: {why}" for rank, why in failures.items())
+        each = "; ".join(f"on rank {rank}: {why}" for rank, why in self.transport.failures().items())
         return TransportError(
             f"rank {self.rank}: {label} on axis {self.axis_name!r} failed halfway in shared memory {each}. Nothing "
-            "more can be issued on this axis: ltx.shutdown() and start again. LTX_SHARED_MEMORY=0 in the environment "
-            "goes by sockets instead."
+            "more can be issued on this axis: ltx.shutdown() and start again. LTX_SHARED_MEMORY=0 goes by sockets."
         )
 
     def look_around(self, began: float, number: int, label: str, now: bool = False) -> None:
-        """Raise if some peers can't come any more; called now and then in a long wait for issue `number`. `now`: as
-        :meth:`Peers.waiting`.
-        """
+        """Raise if a long wait for issue `number` is in vain; asked now and then. `now`: as :meth:`Peers.waiting`."""
         waited_s = time.perf_counter() - began
         self.peers.waiting(self, number, label, waited_s, now)
         if waited_s > self.timeout_s:
@@ -424,8 +413,7 @@ class Channel:
         entry, dtype = OPERATIONS[operation], buffer.dtype
         if not entry.moves and dtype not in SUMMED:
             raise UnsupportedError(
-                f"rank {self.rank}: {label} on axis {self.axis_name!r}: {dtype} has no {operation} among ranks. "
-                "Cast it."
+                f"rank {self.rank}: {label} on axis {self.axis_name!r}: {dtype} has no {operation} among ranks. Cast."
             )
         self.begun += 1
         self.peers.own.sent += 1

@@ -118,8 +118,7 @@ class Peers:
     def compare(self, channel: Any, signature: Signature, offer: Any) -> Any:
         """Raise on every rank unless all are about to issue `signature` on `channel`; rank 0's `offer`."""
         channel.compared += 1
-        place = f"{channel.name}/{channel.compared}"
-        return self.store_exchange.exchange(place, offer, signature.operation)[0]
+        return self.store_exchange.exchange(f"{channel.name}/{channel.compared}", offer, signature.operation)[0]
 
     def exchange_values(
         self, signature: Signature, value: Any, place: str | None = None, wait: bool = True

@@ -64,8 +64,9 @@ class ProcessRanks(AxisComm):
         operation = rule.operation
         if operation is None:
             return Work.arrived(self.user, rule.before(x, self.size, static))
+        said = f"arguments {static}" if static else ""
         key = key_of(rule.name, x, static)
-        self.negotiate_issue(self.user, key, lambda: Signature.of_tensors(rule.name, [x], static))
+        self.negotiate_issue(self.user, key, lambda: Signature.of(rule.name, ["<tensor>"], [x], said))
         buffer = rule.before(x, self.size, static)
         if rule.coded is not None and (self.user.transport is None or buffer.device.type != "cpu"):
             buffer = rule.coded(buffer)

@@ -211,8 +211,7 @@ def _refuse_fork() -> None:
         error = WorldError(
             f"rank {axis_comm.rank}: this process ({os.getpid()}) is a fork of the rank's own "
             f"({axis_comm.peers.own.pid}), and can't take part in collectives on axis {axis_comm.name!r}: its peers "
-            "would take it for the rank. Call them in the rank's own process. Forks that only compute, such as workers "
-            "of a DataLoader, are fine."
+            "would take it for the rank. Call them in the rank's own process. Forks that only compute are fine."
         )
         for channel in axis_comm.channels:
             channel.failed = error
@@ -369,8 +368,7 @@ def _resolve_groups(axis: Axis, groups: tuple[tuple[int, ...], ...]) -> Axis:
     if not axis_comm.compared.has(InGroups, groups):
         axis_comm.negotiate(axis_comm.user, (InGroups, groups), lambda: Signature("axis_index_groups", (), said))
         axis_comm.compared.add(InGroups, groups)
-    members = part.members(axis_comm.rank)
-    return axes.in_groups(axis, part, f"{axis.name}, ranks {', '.join(map(str, members))}")
+    return axes.in_groups(axis, part, f"{axis.name}, ranks {', '.join(map(str, part.members(axis_comm.rank)))}")
 
 
 def _partition_fault(indices: list[int], size: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,11 +31,6 @@ class Signature:
     @staticmethod
     def of(operation: str, paths: list[str], tensors: list[torch.Tensor], static: str = "") -> Signature:
         return Signature(operation, tuple((p, describe(t)) for p, t in zip(paths, tensors, strict=True)), static)
-
-    @staticmethod
-    def of_tensors(operation: str, tensors: Sequence[torch.Tensor], static: tuple[int, ...]) -> Signature:
-        text = f"arguments {static}" if static else ""
-        return Signature.of(operation, ["<tensor>"] * len(tensors), list(tensors), text)
 
     @property
     def fingerprint(self) -> int:
@@ -162,8 +157,7 @@ def explain_mismatch(axis_name: str, by_rank: dict[int, Signature]) -> RankMisma
     if len(set(operations.values())) > 1:
         return mismatch(axis_name, "the operation", operations, "call the same collectives in the same order")
     operation = next(iter(operations.values()))
-    paths = list(dict.fromkeys(path for s in by_rank.values() for path, _ in s.leaves))
-    for path in paths:
+    for path in dict.fromkeys(path for s in by_rank.values() for path, _ in s.leaves):
         values = {rank: dict(s.leaves).get(path, "no such leaf") for rank, s in by_rank.items()}
         if len(set(values.values())) > 1:
             fix = "give every rank the same tree, shapes and dtypes"

@@ -89,8 +89,7 @@ class IssuedSummary:
     """A step summary that is pending; `compare` gives the parts of each rank's digest where digests differ. Without
     `work` it hasn't gone out: a bucket may carry it (:meth:`carried_by`), else :meth:`wait` sends it; ranks launch the
     same buckets, so all do the one or the other. On a stream-ordered backend the host doesn't wait: :meth:`enqueued`
-    gives sums that the device will compute, and :meth:`wait` is called when the host needs them, at the latest in the
-    next pass.
+    gives sums that the device will compute, and the host calls :meth:`wait` when it needs them, or in the next pass.
     """
 
     work: Work | None
@@ -172,22 +171,16 @@ class IssuedSummary:
         )
         steps = {said.step for said in by_rank}
         if len(steps) > 1:
+            at = ["in no train step" if said.step is None else f"at step {said.step}" for said in by_rank]
+            each = "; ".join(f"rank {rank} is {where}" for rank, where in enumerate(at))
             raise ReplicaDivergedError(
-                f"{axis}: ranks are at different steps of the training: "
-                + "; ".join(
-                    f"rank {rank} is {'in no train step' if said.step is None else f'at step {said.step}'}"
-                    for rank, said in enumerate(by_rank)
-                )
-                + f". Gradients of different parameters have no mean. {applied} Go on from one state on all ranks: "
-                "train.broadcast(state), or a checkpoint."
+                f"{axis}: ranks are at different steps of the training: {each}. Gradients of different parameters have "
+                f"no mean. {applied} Go on from one state on all ranks: train.broadcast(state), or a checkpoint."
             )
         if len({said.weighted for said in by_rank}) > 1:
-            kinds = {
-                rank: "ltx.Weighted" if said.weighted else "a loss without a weight"
-                for rank, said in enumerate(by_rank)
-            }
+            of = ["ltx.Weighted" if said.weighted else "a loss without a weight" for said in by_rank]
             fix = "return ltx.Weighted(total, weight) on all ranks, with weight 0 where one has no data, or on none"
-            raise mismatch(self.channel.axis_name, "what the step returns", kinds, fix)
+            raise mismatch(self.channel.axis_name, "what the step returns", dict(enumerate(of)), fix)
         alone = {rank: said.raised for rank, said in enumerate(by_rank) if said.raised}
         if alone and len(alone) < len(by_rank):
             which = "; ".join(f"rank {rank} has left {what}" for rank, what in alone.items())

@@ -164,8 +164,7 @@ def poll_until(ready: Callable[[], bool], timeout_s: float, while_waiting: Calla
     """Call `ready` until it returns True; returns whether it did within `timeout_s`. Every wait for peers in the store
     goes through here. The pauses between two calls double from 0.5 ms to 50 ms; in a long wait a pause is a twentieth
     of the wait so far, up to a second: many ranks may wait at one store. Meanwhile this rank advances shared memory,
-    which peers may need before they can come, and every 50 ms calls `while_waiting`, which raises if this rank waits in
-    vain.
+    which peers may need before they can come, and every 50 ms calls `while_waiting`, which raises if that's in vain.
     """
     began = checked = asked = time.monotonic()
     pause_s = _FIRST_PAUSE_S

@@ -137,8 +137,7 @@ def times_lr(optimizer: Optimizer, factor: float) -> Optimizer | None:
 
 def unless(optimizer: Optimizer, skip: Tensor, params: Sequence[Tensor]) -> Optimizer:
     """`optimizer` for one update of some of `params`; it changes no tensor if `skip`, a 0-dim bool, is true. An
-    accelerator reads `skip` when the update runs, so the host needn't wait for it. What has no kernels that read it is
-    :class:`Unless`.
+    accelerator reads `skip` when the update runs, so the host needn't wait for it; or :class:`Unless` chooses.
     """
     return optimizer._unless(skip, params) or Unless(optimizer, skip)
 
@@ -185,8 +184,7 @@ _NOT_LEAFWISE = (
 @dataclass(frozen=True)
 class Unless(Optimizer):
     """An optimizer for one update, which changes no tensor if `skip` is true; made by :func:`unless`. It keeps the old
-    values beside the new ones, and the device chooses. :meth:`update` chooses only the state: nobody uses the updates
-    of a skipped one.
+    values beside the new ones, and the device chooses. In :meth:`update` only the state: nobody uses skipped updates.
     """
 
     optimizer: Optimizer
@@ -305,8 +303,7 @@ def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
         if u is not None and not (isinstance(u, Tensor) and u.shape == p.shape and u.device == p.device):
             got = f"{describe(u)} on {u.device}" if isinstance(u, Tensor) else shown(u)
             raise OptimError(
-                f"the update of {leaf_name(params, index)} must be a tensor like the parameter, {describe(p)} on "
-                f"{p.device}, or None; got {got}."
+                f"the update of {leaf_name(params, index)} must be a {describe(p)} on {p.device}, or None; got {got}."
             )
         if u is not None and not ({p.dtype, u.dtype} <= SUMMED and u.is_complex() <= p.is_complex()):
             raise OptimError(

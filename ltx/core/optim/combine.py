@@ -256,8 +256,7 @@ def from_functions(
         init: ``params -> state``.
         update: ``(grads, state, params) -> (updates, state)``, pure, or TorchOpt's ``(grads, state, *, params,
             inplace)``, which is called with ``inplace=False``; so ``from_functions(*torchopt.adam(1e-3))`` will do.
-            Lambdas work, but they compare by identity and can't be pickled; use a module's functions if you need
-            either.
+            Lambdas work, but they compare by identity and can't be pickled, unlike a module's functions.
         elementwise: whether each element of an update depends on that element's gradient and state alone.
     """
     return FunctionPair(init, update, elementwise)

@@ -112,8 +112,7 @@ class TorchOptimizer(ClassOptimizer):
             rule(*picked)
             return params, TorchState(state.per_param, next_count, hyper)
         pure = self._in_graph if traced.recording() else partial(run_pure, rule)
-        updated = zip(*pure(*picked), strict=True)
-        by_index = dict(zip(has_grad, updated, strict=True))
+        by_index = dict(zip(has_grad, zip(*pure(*picked), strict=True), strict=True))
         pairs = [
             by_index[index] if index in by_index else (leaf.clone(), {key: t.clone() for key, t in own.items()})
             for index, (leaf, own) in enumerate(zip(leaves, states, strict=True))

@@ -85,8 +85,7 @@ class Kernel:
         skip: Tensor | None = None,
     ) -> None:
         """Update `params` and `states` in place. If `skip` is true, fused kernels change nothing. `hyper`: the values
-        of scheduled hyperparameters. `traced`: read no number off a tensor, and use foreach operations if the class
-        then still can.
+        of scheduled hyperparameters. `traced`: read no number off a tensor, and use foreach if the class then can.
         """
         changes: dict[str, Any] = {**hyper, "fused": fused}
         if traced and "foreach" in self.group and ("capturable" in self.group or self._is(torch.optim.SGD)):

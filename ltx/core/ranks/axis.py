@@ -141,9 +141,7 @@ def check_open(axis: Axis) -> Axis:
 
 
 def set_world_axes(axes: tuple[Axis, ...], whole: Axis | None = None) -> None:
-    """Put `axes`, outermost first, in scope in all threads; ``()`` removes them. `whole`: the axis of all ranks, if
-    there are several.
-    """
+    """Put `axes`, outermost first, in scope in all threads; ``()``: none. `whole`: of several, that of all ranks."""
     global _world_axes
     _world_axes = axes
     if axes:

@@ -149,5 +149,4 @@ def below_wrappers(x: torch.Tensor, level: int) -> tuple[torch.Tensor, int | Non
 
 def in_front(size: int, xs: Tensors, dims: Sequence[int | None]) -> list[torch.Tensor]:
     """`xs` with the dimension of a vmap level in front; tensors without it are expanded to all `size` entries."""
-    pairs = zip(xs, dims, strict=True)
-    return [x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0) for x, dim in pairs]
+    return [x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0) for x, dim in zip(xs, dims, strict=True)]

@@ -38,8 +38,7 @@ def vmap(
     Inside `f` ltx's collectives, and all that is built on them, work over the axis `axis_name`, as they do between
     processes. The call composes with ``torch.func`` and nests. Code that ``torch.vmap`` can't run (``.item()``, boolean
     masks, writes in place) runs on processes: ``ltx.Pool(n).run(f)``. A result of ``psum`` and its like is one tensor
-    that all ranks share: ``psum(x) + y`` works, and ``psum(x).add_(y)``, which would write all ranks' values into it,
-    raises.
+    that all ranks share: ``psum(x) + y`` works; ``psum(x).add_(y)``, which would write all ranks' values to it, raises.
 
     Args:
         f: the function that one rank runs. It takes and returns trees; leaves that aren't tensors are passed on.
@@ -72,8 +71,7 @@ def vmap(
     """
     if chunk_size is not None:
         raise UnsupportedError(
-            "ltx.vmap: chunk_size runs some ranks after others, and ranks of one axis wait for each other. Leave it "
-            "out."
+            "ltx.vmap: chunk_size runs ranks in turns, and ranks of one axis wait for each other. Leave it out."
         )
 
     def mapped(*args: Any, **named: Any) -> Any:
@@ -81,8 +79,7 @@ def vmap(
         leaves, spec, dims = _mapped_arguments(axis_name, in_dims, args, (*args, named) if named else args)
         size = _mapped_size(axis_name, axis_size, leaves, dims)
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        mapped_first = sorted(positions, key=lambda i: dims[i] is None)
-        device = leaves[mapped_first[0]].device if positions else None
+        device = leaves[min(positions, key=lambda i: dims[i] is None)].device if positions else None
         known: list[Any] = []
 
         def one_rank(_rank: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -99,8 +96,7 @@ def vmap(
             tree.check_open(outputs, output, f"axis {axis_name!r}: the output", "stacked by rank", tensors_only=True)
             is_tensor = [isinstance(out, torch.Tensor) for out in outputs]
             rest = [None if ok else out for ok, out in zip(is_tensor, outputs, strict=True)]
-            placed = _placed(out_dims, output, outputs, level)
-            known.append((structure, is_tensor, rest, placed))
+            known.append((structure, is_tensor, rest, _placed(out_dims, output, outputs, level)))
             return tuple(out for ok, out in zip(is_tensor, outputs, strict=True) if ok)
 
         # The rank's number is mapped too, so that torch.vmap has a batch even if no input of the user's is mapped.
@@ -242,7 +238,10 @@ def _mapped_arguments(
     `args`, and after them a dict of keyword arguments, if there are any.
     """
     leaves, spec = tree.flatten(given)
-    dims = _broadcast_dims(in_dims, args)
+    entries = in_dims if isinstance(in_dims, tuple | list) else (in_dims,) * len(args)
+    if len(entries) != len(args):
+        raise AxisError(f"in_dims has {len(entries)} entries for {len(args)} arguments.")
+    dims = [dim for entry, arg in zip(entries, args, strict=True) for dim in _entries("in_dims", entry, arg)]
     dims += [0] * (len(leaves) - len(dims))  # keyword arguments'
     if not torch.compiler.is_compiling():
         leaves = [x if dim is None else of_array(x) for x, dim in zip(leaves, dims, strict=True)]
@@ -253,18 +252,6 @@ def _mapped_arguments(
         "mapped (in_dims=None gives every rank the whole)",
     )
     return leaves, spec, dims
-
-
-def _broadcast_dims(in_dims: Any, args: tuple[Any, ...]) -> list[int | None]:
-    """One entry of `in_dims` for each leaf of `args`."""
-    if not isinstance(in_dims, tuple | list):
-        in_dims = (in_dims,) * len(args)
-    if len(in_dims) != len(args):
-        raise AxisError(f"in_dims has {len(in_dims)} entries for {len(args)} arguments.")
-    dims: list[int | None] = []
-    for dim, arg in zip(in_dims, args, strict=True):
-        dims.extend(_entries("in_dims", dim, arg))
-    return dims
 
 
 def _entries(what: str, prefix: Any, whole: Tree) -> list[int | None]:

@@ -70,8 +70,7 @@ def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0, to_given
     the step `fn` has created, such as inputs for its own derivatives, aren't parameters, and it doesn't refer to them.
     Buffers that require gradients count, unless derivatives are taken only with respect to `given`. In another step a
     leaf may be a parameter of that, whose gradient that reduces, so Parameters alone count. A function is checked once,
-    and again if a call makes another number of nodes, `made`. torch.func, which differentiates only arguments, needs no
-    such check.
+    and again if a call makes another number of nodes, `made`. torch.func needs no such check.
     """
     if _known.has(fn, ("whole", made)) and not any(map(_FLAG, _frozen.get(fn, ()))):
         return
@@ -158,8 +157,7 @@ class _Watch(TorchFunctionMode):
 
 def watch_for_traced_values(fn: Any) -> AbstractContextManager[Any]:
     """Raise TracedValueError if `fn` uses a traced value. Watching costs microseconds per operation, so later runs of
-    `fn` are watched only if there is such a value in its closure, globals and defaults, or an attribute of an object
-    there.
+    `fn` are watched only if there is such a value in its closure, globals and defaults, or in an object there.
     """
     first = _referred(fn)
     near = [x for y in (first, *map(_referred, first)) for x in y if isinstance(x, torch.Tensor)]
@@ -183,8 +181,7 @@ def look_at_modules(
 ) -> AbstractContextManager[bool | None]:
     """While `fn` is called for the first time: raise StepError if it writes to a buffer of a module that it uses, or to
     one of the `params` that it gets; or uses an embedding that renormalises its rows in place, or a module whose
-    trained parameters have hooks for gradients and aren't `given`. `in_place`: as in :func:`own_written`. The block
-    gets True then.
+    trained parameters have hooks for gradients and aren't `given`. `in_place`: as in :func:`own_written`. Gives True.
     """
     return nullcontext() if _known.has(fn, "called") else _looking(fn, in_place, given, params)
 

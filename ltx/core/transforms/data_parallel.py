@@ -81,8 +81,7 @@ class DataParallel(StepSettings):
         leaves, spec = tree.flatten((args, kwargs))
         given = tree.flatten(self._params_of(args))[0]
         mine = {*map(id, given)}
-        applies = plain_autograd.applies(given, [x for x in leaves if id(x) not in mine])
-        return (leaves, spec) if applies else None
+        return (leaves, spec) if plain_autograd.applies(given, [x for x in leaves if id(x) not in mine]) else None
 
     def init(self, params: Tree) -> SyncState:
         """The communication state before the first step; it has no leaves if the strategy keeps no state."""
@@ -119,7 +118,8 @@ class DataParallel(StepSettings):
             given, inputs = defer(schedule, leaves, [()] * len(leaves))
             marked = Marked(given, None, schedule, inputs)
         elif recorded:
-            tree.refuse_in_graph(tuple([type(x).__name__ for x in leaves]))
+            if "DTensor" in [type(x).__name__ for x in leaves]:
+                traced.refuse(f"a parameter in a compiled graph is a DTensor, {tree.NO_DTENSORS}")
             counted = sync_state.step if sync_state is not None else 0
             marked = mark_in_graph(self, params, leaves, spec, sync_state, counted if step is None else step)
             local, within = self.blocked, None
@@ -173,8 +173,7 @@ class DataParallel(StepSettings):
     def params_of(self, args: tuple[Any, ...]) -> tuple[Tree, SyncState | None]:
         """The parameters among the arguments of a call, and the communication state that came with them."""
         numbers = (self.argnums,) if isinstance(self.argnums, int) else self.argnums
-        missing = [n for n in numbers if not -len(args) <= n < len(args)]
-        if missing:
+        if any(not -len(args) <= n < len(args) for n in numbers):
             raise StepError(
                 f"argnums={self.argnums}: the step was called with {len(args)} positional arguments. Parameters are "
                 "passed by position."
@@ -271,8 +270,7 @@ def data_parallel(
             ``outputs="mean"``.
 
     Returns:
-        A :class:`DataParallel`: a function with `step_fn`'s signature and result. ``@ltx.data_parallel`` decorates,
-        too.
+        A :class:`DataParallel`: a function with `step_fn`'s signature and result. ``@ltx.data_parallel`` decorates.
 
     Gradient:
         With respect to `argnums`: the gradient of the mean over ranks of the output, as the strategy reduces it, with

@@ -85,12 +85,10 @@ def functional_call(
     Gradient:
         With respect to the given tensors, as through the module. Checkpoints with ``use_reentrant=True`` run as if it
         were False, with the same gradients. If torch.func makes the graph (simulated ranks, second derivatives,
-        :func:`ltx.grad` in a world of one, compiled steps), torch can't checkpoint: values are the same, but
-        activations are kept.
+        :func:`ltx.grad` in a world of one, compiled steps), torch keeps activations instead: values are the same.
 
     Raises:
-        InputError: the module doesn't have a name, or it is parametrized, or is given twice; or tied names get
-            different tensors.
+        InputError: the module doesn't have a name, or it is parametrized, or given twice; or tied names differ.
         TreeError: `module` isn't a module, or something that isn't a tensor is given.
         StepError: the module wrote to a given buffer without `return_buffers`, or to a buffer of its own.
 
@@ -158,7 +156,7 @@ def using(*modules: Any) -> Iterator[None]:
         tensor([4.])
     """
     if traced.recording():
-        _refuse_using()
+        traced.refuse("torch.compile can't trace ltx.using. Call ltx.functional_call in what is compiled.")
     pairs = (modules,) if modules and isinstance(modules[0], nn.Module) else modules
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise TreeError(f"using takes a module and its tensors, or several such pairs, got {brief(modules)}.")
@@ -181,13 +179,6 @@ def using(*modules: Any) -> Iterator[None]:
         yield
     for swap in swaps:
         swap.done()
-
-
-@traced.at_trace_time
-def _refuse_using() -> None:
-    raise UnsupportedError(
-        "torch.compile can't trace ltx.using. Call ltx.functional_call(module, params, inputs) in what is compiled."
-    )
 
 
 @traced.at_trace_time
@@ -658,13 +649,12 @@ def _torch_calls(module: Any, parameters_and_buffers: Any, *args: Any, **options
     output = _call_of_torch(module, parameters_and_buffers, *args, **options)
     for name in (name for name, x, version in own if version_of(x) != version and id(x) not in tensors_in_place()):
         raise StepError(own_buffer_text(f"{name!r} of {type(module).__name__}"))
-    tied = bool(options.get("tie_weights", True))
 
     def swap(tensors: dict[str, torch.Tensor]) -> Swap:
         members = Members(module)
         buffers = {buffer.path for buffer in members.buffers} & set(fixed) & set(tensors)
         first = {name: (tensors[name], fixed[name], tensors[name]) for name in buffers}
-        return Swap(members, members.untied(tensors, tied), first)
+        return Swap(members, members.untied(tensors, bool(options.get("tie_weights", True))), first)
 
     if (calls := _record(given, swap)) is not None:
         calls.watch(output)

@@ -170,8 +170,7 @@ def _by_plain_autograd(
     value, found = _apart(output), tree.unflatten(options.flat[1], grads)
     if sync_state is None:
         return found, value
-    after = states_after(schedule.plan, states, sync_state.leaves, params)
-    return (found, sync_state.advanced(after)), value
+    return (found, sync_state.advanced(states_after(schedule.plan, states, sync_state.leaves, params))), value
 
 
 def _apart(output: Tree, detached: bool = True) -> Tree:
@@ -225,8 +224,7 @@ def _check_differentiable(leaves: list[Any], params: Tree, number: int) -> None:
         if not (x.is_floating_point() or x.is_complex()) or x.layout not in _LAYOUTS:
             raise StepError(
                 f"argument {number} of the step: leaf {tree.leaf_paths(params)[place]!r} is {tree.describe(x)} "
-                f"({x.layout}), which has no gradient. Pass floating or complex tensors, and others as arguments of "
-                "their own."
+                f"({x.layout}), which has no gradient. Pass it as an argument of its own."
             )
 
 

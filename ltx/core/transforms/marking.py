@@ -425,8 +425,7 @@ def _reduce(
         "sync_gradients",
         tuple(paths),
     )
-    schedule = schedule_for(plan)
-    reduced, advanced = reduce_gradients(schedule, grads, [list(s.values()) for s in states])
+    reduced, advanced = reduce_gradients(schedule_for(plan), grads, [list(s.values()) for s in states])
     if state is None:
         return reduced, None
     leaves = {path: dict(e) for path, e in state.leaves.items()}

@@ -461,8 +461,7 @@ def _check_states(strategy: Any, method: str, after: States, params: Tree, state
         if names:
             raise StrategyError(
                 f"{type(strategy).__name__}.{method} returned no {' and no '.join(map(repr, sorted(names)))} in the "
-                f"states of parameter {path!r}, which init made. Return all states, also those that haven't changed: "
-                "{**states, path: {...}}."
+                f"states of parameter {path!r}, which init made. Return all states: {{**states, path: {{...}}}}."
             )
 
 

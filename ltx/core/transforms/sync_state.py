@@ -63,8 +63,7 @@ class SyncState:
 
     def clock_read(self) -> SyncState:
         """This state, with the steps of the clock moved to the structure's count."""
-        steps = self.step + int(max(_numbers(self.clock)))
-        return replace(self, step=steps, clock=torch.zeros_like(self.clock))
+        return replace(self, step=self.step + int(max(_numbers(self.clock))), clock=torch.zeros_like(self.clock))
 
     def advanced(self, leaves: dict[str, LeafState] | None = None, step: int | None = None) -> SyncState:
         """The state after one more step, with other `leaves`, if given. `step`: :meth:`checked_step`'s, if known."""

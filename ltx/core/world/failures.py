@@ -1,6 +1,4 @@
-"""The line of the user's code at which an exception was raised, tracebacks without ltx's frames, and the report that a
-rank leaves for its launcher.
-"""
+"""The user's line that raised an exception, tracebacks without ltx's frames, a rank's report to its launcher."""
 
 from __future__ import annotations
 

@@ -148,9 +148,7 @@ def _refuse_shared_devices(exchange: StoreExchange, world: World) -> None:
 
 
 def _open_store(address: str, port: int, holds: bool, timeout: timedelta) -> Store:
-    """Connect to the store at `address`. `holds`: this process holds it; port 0 means a free port. A loopback `address`
-    serves only this machine.
-    """
+    """Connect to the store at `address`; a loopback one is for this machine. `holds`: here; port 0 is a free one."""
     try:
         socket.getaddrinfo(address, None)
     except OSError as error:  # else torch would retry until the timeout

@@ -121,24 +121,21 @@ def init(
         raise WorldError(
             f"mesh={brief(mesh)}: expected a mapping of axis names to sizes, such as {{'node': 2, 'data': 4}}."
         )
-    heartbeat = None if heartbeat_timeout is DEFAULT_HEARTBEAT else _duration("heartbeat_timeout", heartbeat_timeout)
     named: dict[str, Any] = {
         "backend": backend or getattr(strategy, "process_group_backend", None),
-        "timeout": None if timeout is DEFAULT_TIMEOUT else _duration("timeout", timeout),
-        "heartbeat_timeout": heartbeat,
+        "timeout": _duration("timeout", timeout, DEFAULT_TIMEOUT),
+        "heartbeat_timeout": _duration("heartbeat_timeout", heartbeat_timeout, DEFAULT_HEARTBEAT),
         "mesh": None if mesh is None else tuple(mesh.items()),
     }
     asked = {name: value for name, value in named.items() if value is not None}  # what was left out agrees with any
-    told = placement_from_arguments(rank, size, master, local_rank, local_size)
-    if told is not None:
+    if (told := placement_from_arguments(rank, size, master, local_rank, local_size)) is not None:
         asked["placement"] = told
     session = process.session
     if session is not None and session.pid != os.getpid():
         if dist.is_initialized():
             raise WorldError(
                 f"rank {session.world.rank}: this process ({os.getpid()}) is a fork of the rank's own "
-                f"({session.pid}), whose world isn't its own. Start processes that are to be ranks with ltx.launch, or "
-                "before ltx.init."
+                f"({session.pid}), whose world isn't its own. Start ranks with ltx.launch, or before ltx.init."
             )
         session = None
         forget()
@@ -246,10 +243,8 @@ def _start(asked: Mapping[str, Any]) -> Session:
                 "own process has the place in the world. ltx.world() tells rank and size here; to compute alone, "
                 "write `with ltx.init(rank=0, size=1):`."
             )
-        if dist.is_initialized():
-            world = adopted_world(placement, asked.get("backend"))
-        else:
-            world = world_of(placement, backend=asked.get("backend"))
+        backend = asked.get("backend")
+        world = adopted_world(placement, backend) if dist.is_initialized() else world_of(placement, backend=backend)
         mesh = asked.get("mesh", ((DEFAULT_NAME, world.size),))
         if world.device.index is not None:
             torch.accelerator.set_device_index(world.device.index)
@@ -297,8 +292,8 @@ def _close_others(axes: tuple[Axis, ...], held: list[Any]) -> None:
             close_ended(axis, dist.group.WORLD if dist.is_initialized() else None)
 
 
-def _duration(name: str, value: timedelta | float) -> timedelta:
-    return timedelta(seconds=seconds(f"ltx.init: {name}", value, WorldError))
+def _duration(name: str, value: timedelta | float, left_out: timedelta) -> timedelta | None:
+    return None if value is left_out else timedelta(seconds=seconds(f"ltx.init: {name}", value, WorldError))
 
 
 def _place(placement: Placement) -> tuple[Any, ...]:

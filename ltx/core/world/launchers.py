@@ -1,7 +1,6 @@
 """Which launcher has started this process: the table of launchers, and arguments that override it.
 
-All functions here are pure functions of the given environment variables. A new launcher is one row in
-:data:`LAUNCHERS`.
+All functions are pure functions of the given environment variables. A new launcher is one row in :data:`LAUNCHERS`.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ def check_alone(environ: Mapping[str, str]) -> None:
 def placement_beside_group(environ: Mapping[str, str], rank: int, size: int) -> Placement:
     """The placement of a process whose process group exists: `environ` completes its `rank` and `size`. Launchers of
     other libraries set some of torchrun's variables: Lightning Fabric's all but RANK, and NODE_RANK for GROUP_RANK. A
-    variable that contradicts the group isn't used, since ranks may have been renumbered. Only LOCAL_RANK says which
-    device a rank has.
+    variable that contradicts the group isn't used, since ranks may be renumbered. LOCAL_RANK alone says the device.
     """
     known = {"RANK": str(rank), "WORLD_SIZE": str(size)}
     if "NODE_RANK" in environ:
@@ -139,9 +137,8 @@ def _torchrun_placement(variables: Variables) -> Placement:
     below_size = f"below LOCAL_WORLD_SIZE={local_size}"
     local_rank = variables.number("LOCAL_RANK", 0, local_size - 1, below_size, rank % local_size)
     num_nodes = variables.number("GROUP_WORLD_SIZE", 1, size, f"at most WORLD_SIZE={size}", -(-size // local_size))
-    below_nodes, by_slot = f"below the number of nodes, {num_nodes}", rank // local_size
-    default = by_slot if by_slot < num_nodes else None
-    node_rank = variables.number("GROUP_RANK", 0, num_nodes - 1, below_nodes, default)
+    below, by_slot = f"below the number of nodes, {num_nodes}", rank // local_size
+    node_rank = variables.number("GROUP_RANK", 0, num_nodes - 1, below, by_slot if by_slot < num_nodes else None)
     address = variables.environ.get("MASTER_ADDR")
     if not address:
         raise WorldError(

@@ -39,8 +39,7 @@ class World:
         node_rank: the index of its node.
         num_nodes: the number of nodes.
         device: the device that this rank computes on.
-        backend: the backends of torch.distributed that its process groups use, ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``
-            for example.
+        backend: torch.distributed's backends of its process groups, such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
         launcher: who started the processes: ``"pool"``, ``"torchrun"``, ``"slurm"`` (srun), ``"openmpi"``, ``"pmi"``
             (MPICH, Intel MPI), ``"mvapich2"``; ``"arguments"`` if :func:`ltx.init` was told by its caller, ``"user"``
             for a process group that was initialised before ltx, ``"none"`` for a process that nobody started as a rank.
@@ -200,8 +199,7 @@ axes.checks_alone.append(_check_alone)
 def shutdown() -> None:
     """Take down what :func:`init` set up: axes, and the process group unless it was adopted. Does nothing otherwise.
 
-    It runs by itself when a process ends: without it gloo would abort the process. :func:`init` works again
-    afterwards.
+    It runs by itself when a process ends, which gloo would abort without it. :func:`init` works again afterwards.
     """
     session, process.session = process.session, None
     if session is not None and session.pid == os.getpid():  # the groups' threads don't exist in a fork
