@@ -220,9 +220,7 @@ def format_bytes(nbytes: int) -> str:
     """
     if nbytes < 10_000:
         return f"{nbytes:,} B"
-    for unit, size in (("kB", 1e3), ("MB", 1e6), ("GB", 1e9)):
-        if nbytes < 999.5 * size or unit == "GB":
-            break
+    unit, size = next((u for u in (("kB", 1e3), ("MB", 1e6)) if nbytes < 999.5 * u[1]), ("GB", 1e9))
     value = nbytes / size
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
 

@@ -74,7 +74,6 @@ def _prepare_groups(axis: Any, groups: tuple[tuple[int, ...], ...]) -> str:
 
 @traced.node
 def in_graph(name: str, static: Static, axis_key: str, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The node for a collective in a compiled graph."""
     return tuple(apply(name, static, traced_axis(axis_key), list(xs), compiled=True))
 
 
@@ -240,7 +239,6 @@ def traced_rank(key: str) -> int | None:
 
 @traced.at_trace_time
 def traced_processes(key: str) -> bool:
-    """Whether the axis has several processes."""
     return traced_axis(key).ranks.overlaps and traced_axis(key).size > 1
 
 

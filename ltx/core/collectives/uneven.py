@@ -231,7 +231,6 @@ def dim_of(what: str, x: torch.Tensor, dim: int, name: str = "dim") -> int:
 
 
 def padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """`x`, padded with zeros to `length` along `dim`."""
     return torch.nn.functional.pad(x, (*[0, 0] * (x.ndim - 1 - dim), 0, length - x.shape[dim]))
 
 

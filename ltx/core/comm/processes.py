@@ -60,7 +60,6 @@ class ProcessRanks(AxisComm):
             self._caller = 0
 
     def _issue(self, rule: Rule, static: Static, x: torch.Tensor) -> Work:
-        """Start a rule's operation."""
         operation = rule.operation
         if operation is None:
             return Work.arrived(self.user, rule.before(x, self.size, static))
@@ -78,7 +77,6 @@ class ProcessRanks(AxisComm):
         return self.user.issue(operation, buffer, rule.name, rule.arguments(static))
 
     def _finished(self, rule: Rule, static: Static, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-        """The value that the rule makes from the operation's result."""
         y = fresh(rule.after(result, x, self.rank, self.size, static), x)
         return y if x.is_contiguous() or not rule.keeps_strides else torch.empty_like(x).copy_(y)
 

@@ -155,7 +155,6 @@ def open_axes() -> tuple[Axis, ...]:
 
 
 def communicators() -> list[Any]:
-    """The communicators of all open axes that have one."""
     return [axis.comm for axis in open_axes() if axis.comm is not None]
 
 

@@ -131,7 +131,6 @@ class Post:
         return f"{self.signature.brief} at {self.caller}" if self.caller else self.signature.brief
 
     def fields(self) -> list[Any]:
-        """The post as JSON values, for the store."""
         issued, compared = dict(self.issued), dict(self.compared)
         return [self.signature.to_json(), self.value, self.caller, issued, self.next_check, compared]
 
@@ -172,7 +171,6 @@ def explain_mismatch(axis_name: str, by_rank: dict[int, Signature]) -> RankMisma
 
 
 def mismatch(axis_name: str, what: str, values: Mapping[int, str], fix: str) -> RankMismatchError:
-    """The error for ranks that have different `values` of `what`."""
     return RankMismatchError(f"axis {axis_name!r}: ranks disagree on {what}: {list_values(values)}. Fix: {fix}.")
 
 

@@ -278,7 +278,6 @@ class StoreExchange:
         self._threads.append(thread)
 
     def finish(self) -> None:
-        """Wait for the threads that use this exchange."""
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()

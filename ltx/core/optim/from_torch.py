@@ -145,7 +145,6 @@ class TorchOptimizer(ClassOptimizer):
         return run
 
     def _in_graph(self, grads: Tensors, states: LeafStates, params: Tensors) -> tuple[Tensors, LeafStates]:
-        """The update as a node of a compiled graph."""
         names = tuple(tuple(state) for state in states)
         flat = [t for state in states for t in state.values()]
         rest = iter(apply_in_graph(_prepare_trace(self), names, *grads, *params, *flat))

@@ -382,6 +382,5 @@ class _PerExample(torch.autograd.Function):
 
 
 def _unflatten(flat: Sequence[Tensor], keys: list[tuple[str, ...]]) -> tuple[Tensors, LeafStates]:
-    """Split one list into parameters and states."""
     rest = iter(flat[len(keys) :])
     return list(flat[: len(keys)]), [{name: next(rest) for name in names} for names in keys]

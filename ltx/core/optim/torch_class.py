@@ -325,7 +325,6 @@ class OpaqueOptimizer(ClassOptimizer):
         return spec.unflatten(targets), TorchState(per_param, state.count + 1, state.hyper)
 
     def _restored(self, params: list[Tensor], state: TorchState, spec: Any, donate: bool) -> Any:
-        """An instance that has `state`."""
         instance, shared = self._instance(params, state.count, state.hyper), state.per_param["group"]
         kept = leaves_like(spec, state.per_param["params"], "the optimizer's state")
         for param, own in zip(params, kept, strict=True):
@@ -386,7 +385,6 @@ class OpaqueOptimizer(ClassOptimizer):
         return held
 
     def _taken(self, instance: Any, param: Tensor) -> dict[str, Tensor]:
-        """The instance's state of `param`, as tensors."""
         return {name: value for key, x in instance.state[param].items() for name, value in [self._tensor(key, x)]}
 
     def _group(self, group: Mapping[str, Any], carried: Collection[str]) -> dict[str, Tensor]:
@@ -455,13 +453,11 @@ def _looks(x: Any, depth: int = 0) -> Any:
 
 def _before(taken: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state before the first step, with the structure of `taken`, an instance's state after a step."""
-    zeros = {name: torch.zeros_like(x) for name, x in taken.items()}
-    return {**zeros, _BEGUN: torch.tensor(False, device="cpu")} if taken else {}
+    return _begun({name: torch.zeros_like(x) for name, x in taken.items()}, False)
 
 
-def _begun(taken: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`taken`, an instance's state, marked as begun."""
-    return {**taken, _BEGUN: torch.tensor(True, device="cpu")} if taken else {}
+def _begun(taken: dict[str, Tensor], has_begun: bool = True) -> dict[str, Tensor]:
+    return {**taken, _BEGUN: torch.tensor(has_begun, device="cpu")} if taken else {}
 
 
 def _put(kept: Mapping[str, Tensor], donate: bool) -> dict[str, Any]:

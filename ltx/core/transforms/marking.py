@@ -391,7 +391,6 @@ def _with_sparse(grads: Tree, strategy: Strategy, state: SyncState | None, axis:
 
 
 def _differentiable(grads: Tree) -> Tree:
-    """`grads` with None in place of integers and booleans."""
     return tree.map(lambda x: x if x.is_floating_point() or x.is_complex() else None, grads)
 
 

@@ -250,7 +250,6 @@ class Run(NamedTuple):
     known: Known = Known()
 
     def value(self) -> Any:
-        """The value that the caller of the step gets."""
         output = self.output
         if isinstance(output, Weighted):
             return self._weighted_mean(output)
@@ -259,7 +258,6 @@ class Run(NamedTuple):
         return self.averaged(output)
 
     def averaged(self, values: Tree) -> Tree:
-        """`values`, averaged over ranks if outputs are means."""
         return averaged(values, self.axis) if self.mean else values
 
     def _weighted_mean(self, output: Weighted) -> torch.Tensor:
