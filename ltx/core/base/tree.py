@@ -6,9 +6,8 @@ torch's pytree, so ltx's own nodes are registered with both (:func:`register_nod
 
 Containers are dicts, lists, tuples, named tuples, deques, None; all mappings (``collections.abc.Mapping``) and
 dataclasses, which unflatten to their own class; classes registered with ``optree.register_pytree_node`` for every
-namespace or for "ltx", and those registered with ``torch.utils._pytree``, such as TensorDict. Everything
-else is a leaf. Functions that change all tensors of a batch raise
-:class:`ltx.errors.TreeError` for a leaf with tensors inside (:func:`check_open`).
+namespace or for "ltx", and those registered with ``torch.utils._pytree``, such as TensorDict. Everything else is a
+leaf. Functions that change all tensors of a batch raise TreeError for one with tensors inside (:func:`check_open`).
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """Rules, which define the collectives of tensors, and the autograd Function that runs them.
 
-A linear collective A is defined by a :class:`ltx.core.ranks.backings.Rule`: what it does on a process group, on the
-stacked values of ranks in one process, and on an axis of size 1, and which rule is its transpose. The rest follows from
-linearity:
+A :class:`ltx.core.ranks.backings.Rule` says what a linear collective A does on a process group, on the stacked values
+of ranks in one process, and on an axis of size 1, and which rule is its transpose. The rest follows from linearity:
 
 * forward mode: the tangent of A x is A applied to the tangent of x;
 * reverse mode: the cotangent of x is the transpose of A applied to the cotangent of A x, where the loss is the sum over
   ranks of each rank's loss;
-* vmap over any other level than the axis: A with one more dimension in front;
-* any combination of these, since each calls the same Function again.
+* vmap over any other level than the axis: A with one more dimension in front; and any combination of these.
 
 A nonlinear collective is a rule too; its `weights` define the sum over ranks that is its derivative.
 """

@@ -1,13 +1,10 @@
 """Sums over ranks, and their transposes.
 
-    psum:       y_r = sum_s x_s                    transpose:  x̄_r = sum_s ȳ_s      (psum)
-    pmean:      y_r = sum_s x_s / n                transpose:  x̄_r = sum_s ȳ_s / n
-    pvary:      y_r = x_r                          transpose:  x̄_r = sum_s ȳ_s      (psum)
-    broadcast:  y_r = x_src                        transpose:  x̄_src = sum_s ȳ_s, 0 elsewhere
-    psum_to:    y_dst = sum_s x_s, 0 elsewhere     transpose:  x̄_r = ȳ_dst
-
-pvary is the identity. It takes a value that is the same on every rank, and from then on treats it as a value that each
-rank has for itself: its gradient is the sum over all ranks.
+psum:       y_r = sum_s x_s                    transpose:  x̄_r = sum_s ȳ_s      (psum)
+pmean:      y_r = sum_s x_s / n                transpose:  x̄_r = sum_s ȳ_s / n
+pvary:      y_r = x_r                          transpose:  x̄_r = sum_s ȳ_s      (psum)
+broadcast:  y_r = x_src                        transpose:  x̄_src = sum_s ȳ_s, 0 elsewhere
+psum_to:    y_dst = sum_s x_s, 0 elsewhere     transpose:  x̄_r = ȳ_dst
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 pmax:           y_r = max_s x_s      x̄_r = m_r · (sum_s ȳ_s) / (sum_s m_s),   m_r = (x_r == y_r)
 weighted_mean:  m = sum_r w_r x_r / W,   W = sum_r w_r
                 x̄_r = w_r / W · sum_s ȳ_s,   w̄_r = <x_r - m, sum_s ȳ_s> / W
-
-Ranks that tie share the extremum's cotangent equally, as in ``torch.amax``. A NaN on any rank gives NaN on all.
 """
 
 from __future__ import annotations

@@ -3,11 +3,10 @@
 There are two kinds. On **host-blocking** backends (gloo, MPI, UCC) a wait returns when the data is there, and groups
 progress independently of each other, each in threads of its own. On **stream-ordered** backends (NCCL and other
 vendors' libraries) a wait only makes the current stream wait: the host runs ahead, kernels of all communicators share
-the device, and so their order must be the same on all ranks. A group may have both kinds: one for CPU tensors, one for
-the device's.
+the device, and so their order must be the same on all ranks. A group may have both, for CPU and the device's tensors.
 
-On the CPU there are no streams. A backend for CPU tensors may order streams all the same, as the tests' backends do;
-then :class:`CommStream` and :class:`HostCopy` do nothing but hand values on.
+On the CPU, where a backend may order streams too, as the tests' do, :class:`CommStream` and :class:`HostCopy` hand
+values on.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 A row says how the collective starts on a process group, how it starts in a compiled graph, the shape of its result,
 and the bytes that a rank sends. The names are those of :mod:`ltx.core.collectives`.
 
-Only this file calls a collective of torch.distributed. Every call is asynchronous and works on contiguous buffers that
-the caller has made for it.
+Only this file calls a collective of torch.distributed, each asynchronous and on contiguous buffers made for it.
 """
 
 from __future__ import annotations

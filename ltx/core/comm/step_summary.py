@@ -5,9 +5,8 @@ it, which saves a wait. The digest is the running fingerprint of all collectives
 have the same digest iff its limbs have variance zero, which sums can tell: with limbs d below 2^20,
 n * sum(d^2) == sum(d)^2 exactly if and only if all are equal.
 
-The number of the training step is part of the digest. Where digests differ, ranks exchange reasons in the store.
-
-A compiled step sends its number with its loss, and an operation of the graph looks at the sum (:func:`count_in_graph`).
+The number of the training step is part of the digest. Where digests differ, ranks exchange reasons in the store. A
+compiled step sends its number with its loss, and an operation of the graph looks at the sum (:func:`count_in_graph`).
 """
 
 from __future__ import annotations

@@ -8,10 +8,8 @@ more (``odeint_adjoint``, reversible layers), and gradients would be silently wr
 forward pass has put into modules. Who runs the backward pass too, as a train step does, calls it ``in_pass``: the first
 module that is called there gets its tensors once more, until the pass has ended. What can't be repeated so raises: two
 calls with different tensors, buffers that the first call has written and that its output depends on, tensors that are
-gone by then (nothing here keeps them: a sharded layer's weights are whole only while it runs), and a pass that somebody
-else runs, whose end nobody sees after an error.
-
-``torch.utils.checkpoint`` has a mechanism of its own (``checkpoints.py``).
+gone by then (nothing here keeps them: a sharded layer's are whole only while it runs), and a pass that somebody else
+runs, whose end nobody sees after an error. ``torch.utils.checkpoint`` has a mechanism of its own (``checkpoints.py``).
 """
 
 from __future__ import annotations
