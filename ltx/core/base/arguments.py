@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Generic, Literal, ParamSpec, TypeGuard, TypeVa
 
 import torch
 
-from ltx.core.base.errors import ArgumentError, InputError, LtxError, StrategyError
+from ltx.core.base.errors import ArgumentError, InputError, Kind, StrategyError
 from ltx.core.base.slips import hint
 from ltx.core.base.slips import lacks as lacks
 from ltx.core.base.tree import flatten
@@ -105,7 +105,7 @@ def checked(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return mark
 
 
-def check_fields(value: Any, error: type[LtxError], *names: str) -> None:
+def check_fields(value: Any, error: Kind, *names: str) -> None:
     """Raise `error` unless the fields `names` of a dataclass, or all, hold what their annotations allow."""
     if torch.compiler.is_compiling():
         return
@@ -163,9 +163,7 @@ class Offering(Generic[R]):
         raise lacks(f"{type(self).__name__!r} object", name)
 
 
-def whole(
-    what: str, value: Any, least: int, error: type[LtxError] = InputError, most: int = LARGEST, besides: str = ""
-) -> int:
+def whole(what: str, value: Any, least: int, error: Kind = InputError, most: int = LARGEST, besides: str = "") -> int:
     """What a user gave, called `what` in errors, as an int; NumPy's are ints too. `besides`: what else may be.
 
     Raises `error` for what is no whole number, or isn't from `least` to `most`.
@@ -183,7 +181,7 @@ def number(
     what: str,
     value: Any,
     least: float,
-    error: type[LtxError] = InputError,
+    error: Kind = InputError,
     more: bool = False,
     below: float = math.inf,
     besides: str = "",
@@ -208,7 +206,7 @@ def check_whole(owner: object, least: int, *names: str, most: int = LARGEST) -> 
         object.__setattr__(owner, name, whole(what, getattr(owner, name), least, StrategyError, most))
 
 
-def seconds(what: str, value: timedelta | float, error: type[LtxError] = InputError, zero: bool = False) -> float:
+def seconds(what: str, value: timedelta | float, error: Kind = InputError, zero: bool = False) -> float:
     """A duration in seconds: what a user gave, called `what` in errors, as a number of them or as a timedelta.
 
     Raises `error` for what isn't one, isn't finite, or isn't positive; `zero`: of no length is allowed.

@@ -12,7 +12,7 @@ import torch
 
 _LTX = Path(__file__).parents[2]
 _LIBRARIES = (
-    *(os.path.join(room, "") for room in (_LTX / "core", _LTX / "peers", Path(torch.__file__).parent)),
+    *(os.path.join(at, "") for at in (_LTX / "core", _LTX / "peers", Path(torch.__file__).parent)),
     contextlib.__file__,
 )
 # The functions of ltx and torch between the program's call and the collective that it issues.

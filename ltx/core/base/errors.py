@@ -56,6 +56,9 @@ class LtxError(Exception):
         return _WHOLE.sub("the value itself", super().__str__())
 
 
+Kind = type[LtxError]
+
+
 class ArgumentError(LtxError, TypeError, ValueError):
     """An argument that isn't what the function's signature says."""
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ltx.core.base.errors import LtxError, StrategyError, UnsupportedError
+from ltx.core.base.errors import Kind, StrategyError, UnsupportedError
 
 
 class Need(NamedTuple):
@@ -21,7 +21,7 @@ class Need(NamedTuple):
     needs: str
     offered: Callable[..., bool]
     do: str
-    error: type[LtxError] = StrategyError
+    error: Kind = StrategyError
 
 
 def _never(part: str) -> bool:

@@ -83,9 +83,7 @@ add_batch_dim: Callable[..., torch.Tensor] = _of_torch("torch._C._functorch:_add
 unwrapped_if_dead: Callable[[torch.Tensor], torch.Tensor] = _of_torch("torch._C._functorch:unwrap_if_dead")
 #: The innermost transform, as an object that unwraps and wraps tensors; a context that runs an autograd Function at it.
 innermost: Callable[[], Any] = _of_torch("torch._functorch.pyfunctorch:retrieve_current_functorch_interpreter")
-in_single_level: Callable[[], Any] = _of_torch(
-    "torch._functorch.autograd_function:enable_single_level_autograd_function"
-)
+in_single_level: Any = _of_torch("torch._functorch.autograd_function:enable_single_level_autograd_function")
 SingleLevelFunction: Any = _of_torch("torch.autograd.function:_SingleLevelFunction")
 wrap_for_grad = _of_torch("torch._C._functorch:_wrap_for_grad")
 unwrap_for_grad = _of_torch("torch._C._functorch:_unwrap_for_grad")
@@ -126,9 +124,7 @@ parts_like: Callable[[torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tens
 #: The id of the running backward pass; -1 outside of one.
 graph_task: Callable[[], int] = _of_torch("torch._C:_current_graph_task_id")
 #: Calls a function at the end of the running backward pass.
-at_end_of_pass: Callable[[Callable[[], None]], None] = _of_torch(
-    "torch.autograd:Variable._execution_engine.queue_callback"
-)
+at_end_of_pass: Callable[[Any], None] = _of_torch("torch.autograd:Variable._execution_engine.queue_callback")
 #: Whether the running backward pass will execute a node.
 will_run: Callable[[Any], bool] = _of_torch("torch._C:_will_engine_execute_node")
 #: The number of autograd nodes that this thread has made so far.
@@ -136,9 +132,7 @@ nodes_made: Callable[[], int] = _of_torch("torch._C._autograd:_get_sequence_nr")
 #: The number of a node, from 0. One that accumulates a leaf's gradient has no number, but a higher one than all others.
 number_of: Callable[[Any], int] = methodcaller("_sequence_nr")
 #: The error text with which saved-tensor hooks are disabled, or None; functions that enable and disable the hooks.
-why_no_saved_hooks: Callable[[], str | None] = _of_torch(
-    "torch._C._autograd:_saved_tensors_hooks_get_disabled_error_message"
-)
+why_no_saved_hooks: Callable[[], Any] = _of_torch("torch._C._autograd:_saved_tensors_hooks_get_disabled_error_message")
 enable_saved_hooks = _of_torch("torch._C._autograd:_saved_tensors_hooks_enable")
 disable_saved_hooks = _of_torch("torch._C._autograd:_saved_tensors_hooks_disable")
 

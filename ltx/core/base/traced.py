@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from ltx.core.base import private
-from ltx.core.base.errors import LtxError, UnsupportedError
+from ltx.core.base.errors import Kind, UnsupportedError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -169,7 +169,7 @@ def one_more(count: int) -> int:
 
 
 @at_trace_time
-def refuse(text: str, error: type[LtxError] = UnsupportedError) -> NoReturn:
+def refuse(text: str, error: Kind = UnsupportedError) -> NoReturn:
     """Raise an error that reaches the user even while Dynamo traces."""
     raise error(text)
 

@@ -27,7 +27,7 @@ import torch.utils._pytree as torch_pytree
 from ltx.core.base import traced
 from ltx.core.base.containers import NAMESPACE as NAMESPACE
 from ltx.core.base.containers import PLAIN, closed, open_in_graph, opened, sorted_keys
-from ltx.core.base.errors import WHOLE, LtxError, TreeError, UnsupportedError
+from ltx.core.base.errors import WHOLE, Kind, TreeError, UnsupportedError
 from ltx.core.base.private import FakeTensor, in_transform, unwrapped
 from ltx.typing import Tree
 
@@ -152,11 +152,7 @@ def _written(paths: tuple[tuple[Any, ...], ...]) -> tuple[str, ...]:
 
 
 def wanted(
-    patterns: str | Sequence[str],
-    paths: Sequence[str],
-    error: type[LtxError],
-    what: str,
-    others: Sequence[str] | None = (),
+    patterns: str | Sequence[str], paths: Sequence[str], error: Kind, what: str, others: Sequence[str] | None = ()
 ) -> set[str]:
     """The paths that match one of `patterns` (as in :mod:`fnmatch`). The error begins with `what`.
 

@@ -14,10 +14,11 @@ from ltx.core import comm
 from ltx.core.base import errors, private, traced, tree
 from ltx.core.base.arguments import brief
 from ltx.core.base.containers import of_array
-from ltx.core.base.errors import AxisError, CollectiveError, LtxError, UnsupportedError
+from ltx.core.base.errors import AxisError, CollectiveError, Kind, LtxError, UnsupportedError
 from ltx.core.collectives.linear import RULES, Function, Rule, Static, apply, entered
 from ltx.core.comm.operations import SUMMED, as_bytes, as_it_is, from_bytes
 from ltx.core.ranks.axis import Axis
+from ltx.core.ranks.backings import Tensors
 from ltx.typing import Tree
 
 P = ParamSpec("P")
@@ -186,12 +187,7 @@ def check_sums(name: str, leaves: list[Any], value: Tree, what: str = "sums") ->
 
 
 def refuse_leaves(
-    name: str,
-    leaves: list[Any],
-    value: Tree,
-    is_bad: Callable[[torch.Tensor], bool],
-    why: str,
-    error: type[LtxError] = UnsupportedError,
+    name: str, leaves: list[Any], value: Tree, is_bad: Callable[[Any], bool], why: str, error: Kind = UnsupportedError
 ) -> None:
     """Raise `error` for the first tensor that `is_bad`, with its path, shape and dtype."""
     for place, x in enumerate(leaves):
@@ -200,13 +196,7 @@ def refuse_leaves(
 
 
 def negotiate_tree(
-    name: str,
-    value: Tree,
-    leaves: list[Any],
-    spec: Any,
-    groups: list[Static],
-    axis: Axis,
-    moved: list[torch.Tensor] | None = None,
+    name: str, value: Tree, leaves: list[Any], spec: Any, groups: list[Static], axis: Axis, moved: Tensors = ()
 ) -> None:
     """Let ranks compare a collective of a tree, with its paths. `moved`: the tensors to be sent, if not the leaves.
     Functions compare each tensor again, since collectives of derivatives have no tree.

@@ -347,9 +347,7 @@ def psum_sparse(name: str, whole: Tree, value: Tree, axis: Any) -> Tree:
     """
     found = comm.resolve(axis)
     if private.in_transform():
-        raise UnsupportedError(
-            f"{name} of a sparse tensor works outside of torch.func transforms; use x.to_dense() there."
-        )
+        raise UnsupportedError(f"{name} of a sparse tensor works outside of torch.func; use x.to_dense() there.")
     leaves, spec = tree.flatten(value)
     mine = [x.coalesce() for x in leaves]
     signature = comm.Signature.of(name, tree.leaf_paths(whole), tree.flatten(whole)[0])

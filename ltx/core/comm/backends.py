@@ -15,7 +15,7 @@ import gc
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -102,9 +102,7 @@ class CommStream:
             return lambda made, used=(): None
         return partial(self._wait, self._stream.record_event(), self._behind)
 
-    def _wait(
-        self, done: torch.Event, began_on: Any, made: Iterable[torch.Tensor], used: Iterable[torch.Tensor] = ()
-    ) -> None:
+    def _wait(self, done: torch.Event, began_on: Any, made: private.Tensors, used: private.Tensors = ()) -> None:
         current: Any = torch.accelerator.current_stream(self._device.index)
         if ledger.recordings:
             with ledger.device_wait(self._device):
@@ -271,7 +269,7 @@ def open_group(
     name: str,
     backend: str,
     timeout: timedelta,
-    description: str,
+    about: str,
     look: Callable[[], object],
     in_turn: bool = False,
     device: torch.device | None = None,
@@ -296,9 +294,7 @@ def open_group(
     try:
         own = ranks.index(dist.get_rank()), ranks, c10d.Backend(backend)
         with connecting(look):
-            group: dist.ProcessGroup = make(
-                len(ranks), *own, store, name, timeout=timeout + LATER, group_desc=description
-            )[0]
+            group: dist.ProcessGroup = make(len(ranks), *own, store, name, timeout=timeout + LATER, group_desc=about)[0]
     finally:
         world.bound_device_id = bound
     if group.name() == "undefined":  # torch has named none of several backends; without a name it warns at the end

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, Protocol
@@ -78,12 +77,7 @@ class Peers:
     replayed: ClassVar[bool] = False
 
     def __init__(
-        self,
-        axis: OfAxis,
-        name: str | None,
-        heartbeat_s: float,
-        store: Any = None,
-        asked: Callable[[Any], Any] = lambda store: store,
+        self, axis: OfAxis, name: str | None, heartbeat_s: float, store: Any = None, asked: Any = lambda store: store
     ):
         self.axis, self.heartbeat_s, self.next_check = axis, heartbeat_s, 0
         of_ranks = f"ltx/{name or 'ranks'}/{hashlib.sha1(repr(axis.global_ranks).encode()).hexdigest()}"

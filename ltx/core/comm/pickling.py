@@ -98,9 +98,7 @@ def _pickled(pickler: type[TensorPickler], obj: Any) -> bytes:
 dumps = partial(_pickled, _PeerPickler)
 
 
-def _on_own_device(
-    values: torch.Tensor, device_type: str, kind: type[torch.Tensor], requires_grad: bool
-) -> torch.Tensor:
+def _on_own_device(values: torch.Tensor, device_type: str, kind: type, requires_grad: bool) -> torch.Tensor:
     """Load a tensor of an accelerator on this process' own accelerator."""
     moved = values.to(device_type) if accelerator() == device_type else values
     if kind is torch.nn.Parameter:

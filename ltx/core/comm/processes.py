@@ -23,7 +23,7 @@ from ltx.core.comm.operations import OPERATIONS
 from ltx.core.comm.peers import under_way
 from ltx.core.comm.pickling import opened, sealed
 from ltx.core.comm.signature import Agreement, Signature
-from ltx.core.ranks.backings import Describe, Dumped, Key, OfTensors, Rule, Static, Tensors, fresh
+from ltx.core.ranks.backings import Describe, Dumped, Key, OfTensors, Rule, Static, Tensors, fresh, nothing
 
 
 class ProcessRanks(AxisComm):
@@ -93,9 +93,7 @@ class ProcessRanks(AxisComm):
         started, wait = operation.begin_in_graph(buffer, n, name, rule.arguments(static))
         return partial(wait, started)
 
-    def confirm(
-        self, key: Key, describe: Describe, offer: Callable[[], Any] = lambda: None, channel: str = "user"
-    ) -> Agreement:
+    def confirm(self, key: Key, describe: Describe, offer: Callable[[], Any] = nothing, channel: str = "user") -> Any:
         on = self.user if channel == "user" else self.background if channel == "background" else self.first_phase
         if on.habit is not None:  # an exception may have left parts of the last call out
             on.habit.compared(on.issued)

@@ -44,6 +44,7 @@ UNREDUCED = (
     "own: add nothing reduced to them. Take ltx.accumulate(step, n) for micro-batches; or reduce their sum by "
     "ltx.sync_gradients(grads); or set .grad to None"
 )
+_OF_GRAD = "the .grad that this backward pass adds to", "none", UNREDUCED
 #: What ranks have where one has changed its state; where it hasn't; and the fix.
 _OF_STATE = (
     "the state that this step takes",
@@ -138,10 +139,8 @@ class IssuedSummary:
         """The summary. Raises if ranks have issued different collectives, or are at different steps."""
         if self._summary is None:
             if self.numbers:
-                self.work = self.channel.issue(
-                    "psum", torch.tensor(self.numbers, dtype=torch.float64, device="cpu"), "summary"
-                )
-                self.numbers = ()
+                mine = torch.tensor(self.numbers, dtype=torch.float64, device="cpu")
+                self.work, self.numbers = self.channel.issue("psum", mine, "summary"), ()
             assert self.work is not None
             late = self._copy is not None
             arrived = self.work.wait() if self._copy is None else self.channel.wait_for_host(self._copy, "summary")
@@ -187,9 +186,7 @@ class IssuedSummary:
                 f"{axis}: {which}, unlike the others, and has gone on alone. {applied} Where a rank may leave a step "
                 "out, let all ranks leave it out: compare a flag, ltx.psum(failed), before the next one."
             )
-        what, usual, fix = (
-            _OF_STATE if steps - {None} else ("the .grad that this backward pass adds to", "none", UNREDUCED)
-        )
+        what, usual, fix = _OF_STATE if steps - {None} else _OF_GRAD
         unreduced = {rank: said.unreduced or usual for rank, said in enumerate(by_rank)}
         if len(set(unreduced.values())) > 1 and len({said.issued for said in by_rank}) == 1:
             raise mismatch(self.channel.axis_name, what, unreduced, fix)
@@ -305,10 +302,10 @@ def _count_step(total: torch.Tensor, squares: torch.Tensor, clock: torch.Tensor,
 
 
 # The operation copies to the host, which can't be captured in a CUDA graph.
-_operations = torch.library.Library("ltx", "DEF")
+_library = torch.library.Library("ltx", "DEF")
 _schema = "count_step(Tensor total, Tensor squares, Tensor clock, int step, str key) -> Tensor"
-_operations.define(_schema, tags=torch.Tag.cudagraph_unsafe)
-_operations.impl("count_step", _count_step, "CompositeExplicitAutograd")
+_library.define(_schema, tags=torch.Tag.cudagraph_unsafe)
+_library.impl("count_step", _count_step, "CompositeExplicitAutograd")
 torch.library.register_fake(
-    "ltx::count_step", lambda *_: torch.ones((), dtype=torch.float64, device="cpu"), lib=_operations
+    "ltx::count_step", lambda *_: torch.ones((), dtype=torch.float64, device="cpu"), lib=_library
 )

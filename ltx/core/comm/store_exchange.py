@@ -24,6 +24,7 @@ from ltx.core.comm.backends import look_out
 from ltx.core.comm.transport import progress_everywhere
 
 T = TypeVar("T")
+Telling = Callable[[], str]
 
 #: How long `end` waits for the thread, which is idle or in a call to the store.
 ENDING_S = 1.0
@@ -36,12 +37,7 @@ class StoreCaller:
     """Calls the store in a thread of its own, so that the calling thread can give up after `limit_s`."""
 
     def __init__(
-        self,
-        rank: int,
-        limit_s: float,
-        why_gone: Callable[[], str],
-        when_idle: Callable[[], None],
-        state_of_host: Callable[[], str],
+        self, rank: int, limit_s: float, why_gone: Telling, when_idle: Callable[[], None], state_of_host: Telling
     ):
         self.limit_s = limit_s
         self.host: int | None = None  # the rank that holds the store; None for the launcher

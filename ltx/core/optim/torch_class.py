@@ -342,9 +342,8 @@ class OpaqueOptimizer(ClassOptimizer):
         try:
             return self.cls(params, **arguments)
         except (ValueError, TypeError, RuntimeError) as error:
-            raise OptimError(
-                f"from_torch({self.cls.__name__}): {self.cls.__name__} refused its arguments: {error}"
-            ) from error
+            name = self.cls.__name__
+            raise OptimError(f"from_torch({name}): {name} refused its arguments: {error}") from error
 
     def _step(
         self, instance: Any, params: list[Tensor], grads: list[Tensor | None], carried: Collection[str] | None
@@ -434,8 +433,7 @@ def _kept_elsewhere(instance: torch.optim.Optimizer) -> dict[str, Any]:
     found = {f"self.{name}": _looks(x) for name, x in vars(instance).items() if name not in usual}
     for number, group in enumerate(instance.param_groups):
         where = _GROUP if number == 0 else f"group {number}'s "
-        kept = {k: x for k, x in group.items() if k != "params" and (k == "lr" or k not in _SETTINGS)}
-        found |= {f"{where}{k}": _looks(x) for k, x in kept.items()}
+        found |= {f"{where}{k}": _looks(x) for k, x in group.items() if k not in _SETTINGS - {"lr"} | {"params"}}
     return found
 
 

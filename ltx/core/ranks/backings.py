@@ -58,6 +58,10 @@ class Rule:
     keeps_strides: bool = False
 
 
+def nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Levels:
     """Vmap levels whose entries ranks are."""
@@ -127,9 +131,7 @@ class Ranks:
 
     # --- what they agree on ----------------------------------------------------------------------------------------
 
-    def confirm(
-        self, key: Key, describe: Describe, offer: Callable[[], Any] = lambda: None, channel: str = "user"
-    ) -> Any:
+    def confirm(self, key: Key, describe: Describe, offer: Callable[[], Any] = nothing, channel: str = "user") -> Any:
         """Compare the next call before data moves, and return the agreement, if there is one.
 
         `key` makes the call's key, which equal calls share; each key is compared only once. `describe` makes the call's
@@ -157,7 +159,7 @@ class Ranks:
         """Surrounds training step `number`. It yields a function that commits the step; an exception before the commit
         makes all ranks leave the step.
         """
-        return nullcontext(_nothing)
+        return nullcontext(nothing)
 
     def goes_on(self) -> bool:
         """Whether a call that the ranks have compared may go out again as it is. Raises if none may."""
@@ -189,10 +191,6 @@ class Ranks:
     def read(self, x: torch.Tensor, label: str) -> torch.Tensor:
         """A copy of `x` on the host. Peers may have to take part."""
         return x
-
-
-def _nothing() -> None:
-    pass
 
 
 @dataclass(frozen=True)

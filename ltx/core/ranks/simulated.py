@@ -130,14 +130,12 @@ _READS = (
     "the function reads values, which simulated ranks don't have one by one (.item(), an `if`, a boolean "
     "mask). Run it on processes, ltx.Pool(n).run(fn), or choose by torch.where(condition, a, b)."
 )
+_OR_POOL = ", or run the function on processes, ltx.Pool(n).run(fn)."
 _WRITES = (
     "a write in place needs a tensor that holds the result. What all ranks share, such as what psum gives, has no rank "
-    "dimension: write psum(x) + y for psum(x).add_(y), or run the function on processes, ltx.Pool(n).run(fn)."
+    f"dimension: write psum(x) + y for psum(x).add_(y){_OR_POOL}"
 )
-_FORMATS = (
-    "torch counts the rank dimension in memory formats. Call .to(memory_format=...) before ltx.vmap, or run the "
-    "function on processes, ltx.Pool(n).run(fn)."
-)
+_FORMATS = f"torch counts the rank dimension in memory formats. Call .to(memory_format=...) before ltx.vmap{_OR_POOL}"
 _RECORDS = (
     "torch.cond, scan, map and while_loop record their functions as graphs, which torch.vmap runs if all of their "
     "branches and carried values have a rank dimension, at best. Write torch.where(condition, a, b), a Python `if` or "
@@ -152,19 +150,12 @@ _ADVICE = (
     (
         "randomness on an unbatched tensor",
         "the function draws random numbers in place, as a module does that is made in it. Make the module before and "
-        "pass its parameters (in_dims=None), or run the function on processes, ltx.Pool(n).run(fn).",
+        f"pass its parameters (in_dims=None){_OR_POOL}",
     ),
     ("doesn't match the broadcast shape", _WRITES),
     ("but `self` not being vmapped over", _WRITES),
-    (
-        "running_mean or running_var",
-        "batch norm writes its statistics in place. Use ltx.nn.sync_batch_norm, or run the function on processes, "
-        "ltx.Pool(n).run(fn).",
-    ),
-    (
-        "Tensor.requires_grad_()",
-        "differentiate by ltx.grad or torch.func.grad, or run the function on processes, ltx.Pool(n).run(fn).",
-    ),
+    ("running_mean or running_var", f"batch norm writes its statistics in place. Use ltx.nn.sync_batch_norm{_OR_POOL}"),
+    ("Tensor.requires_grad_()", f"differentiate by ltx.grad or torch.func.grad{_OR_POOL}"),
     ("to use channels_last", _FORMATS),
     ("vmap for memory_format", _FORMATS),
     ("only supported with memory_format", _FORMATS),
@@ -176,17 +167,16 @@ def _check_equal(result: torch.Tensor, path: str) -> None:
     if result.is_meta:
         return
     advice = "Give it a dimension, or return what is the same on all of them, such as its ltx.pmean."
+    said = f"out_dims=None: the output {path!r} differs between ranks. {advice}"
     first = result[:1]
     same = (result == first) | ((result != result) & (first != first))  # NaN is NaN
     if not torch.compiler.is_compiling():
         if not bool(unwrapped(same).all()):  # if an outer transform batches the result, all its entries must be equal
-            raise AxisError(f"out_dims=None: the output {path!r} differs between ranks. {advice}")
+            raise AxisError(said)
     elif _level():
         traced.refuse(f"out_dims=None: the output {path!r} may differ between ranks. {advice}", AxisError)
     else:
-        private.assert_later(
-            same.all(), f"AxisError: out_dims=None: the output {path!r} differs between ranks. {advice}"
-        )
+        private.assert_later(same.all(), f"AxisError: {said}")
 
 
 @traced.at_trace_time
@@ -226,7 +216,7 @@ def _place(result: torch.Tensor, out_dim: int | None) -> torch.Tensor:
         return result[0]
     if not -result.ndim <= out_dim < result.ndim:
         raise AxisError(
-            f"out_dims={out_dim} is out of range for an output of {result.ndim} dimensions, ranks included."
+            f"out_dims={out_dim} is out of range for an output of {result.ndim} dimensions with the ranks'."
         )
     return result if out_dim == 0 else result.movedim(0, out_dim)
 

@@ -116,10 +116,8 @@ def own_leaves(fn: Any, outputs: Tree, asked: Tree, given: Tree, made: int = 0) 
     for node in leading:  # the loop appends to what it goes through
         leading += (new := {*users.get(node, ())} - leads)
         leads |= new
-    functions = [node for node in users if hasattr(node, "_forward_cls") and node not in leads and node not in above]
-    below = {
-        node: above.get(node, getattr(node, "variable", None)) for _, node, _ in edges(functions, above.__contains__)
-    }
+    calls = [node for node in users if hasattr(node, "_forward_cls") and node not in leads and node not in above]
+    below = {node: above.get(node, getattr(node, "variable", None)) for _, node, _ in edges(calls, above.__contains__)}
     own = [x for x in below.values() if x is not None]
     if not own:
         _known.add(fn, ("alone", made))
@@ -177,7 +175,7 @@ def _is_traced(x: torch.Tensor) -> bool:
 
 
 def look_at_modules(
-    fn: Any, in_place: Callable[[], set[int]], given: Callable[[], Iterable[Any]], params: Tree
+    fn: Any, in_place: Callable[[], set[int]], given: Callable[[], list[Any]], params: Tree
 ) -> AbstractContextManager[bool | None]:
     """While `fn` is called for the first time: raise StepError if it writes to a buffer of a module that it uses, or to
     one of the `params` that it gets; or uses an embedding that renormalises its rows in place, or a module whose
@@ -187,9 +185,7 @@ def look_at_modules(
 
 
 @contextmanager
-def _looking(
-    fn: Any, in_place: Callable[[], set[int]], given: Callable[[], Iterable[Any]], params: Tree
-) -> Iterator[bool]:
+def _looking(fn: Any, in_place: Callable[[], set[int]], given: Callable[[], list[Any]], params: Tree) -> Iterator[bool]:
     modules, tensors = modules_of(fn), [x for x in given() if isinstance(x, torch.Tensor)]
     ids, derived = {*map(id, tensors)}, any(x.grad_fn is not None for x in tensors)
     for module in modules:

@@ -144,10 +144,8 @@ class DataParallel(StepSettings):
                 token, before = in_step.set(True), private.nodes_made()
                 keep(given)
                 try:
-                    looked = (
-                        comm.NOTHING if again else look_at_modules(self.fn, tensors_in_place, lambda: leaves, given)
-                    )
-                    with looked as first:
+                    look = comm.NOTHING if again else look_at_modules(self.fn, tensors_in_place, lambda: leaves, given)
+                    with look as first:
                         output = self.fn(*args, **kwargs)
                 finally:
                     in_step.reset(token)
@@ -303,9 +301,7 @@ def data_parallel(
     """
 
     def wrap(fn: Step) -> DataParallel:
-        return DataParallel(
-            fn, strategy if strategy is not None else default_strategy(), argnums, axis, outputs, returns
-        )
+        return DataParallel(fn, default_strategy() if strategy is None else strategy, argnums, axis, outputs, returns)
 
     return wrap if step_fn is None else wrap(step_fn)
 

@@ -53,6 +53,9 @@ from ltx.core.transforms.strategy import (
 from ltx.core.transforms.sync_state import SyncState, check_state, kept_beside, states_of_leaves
 from ltx.typing import Tree
 
+Order = tuple[int, ...]
+Paths = tuple[str, ...]
+
 
 @traced.at_trace_time
 def prepare_trace(
@@ -64,9 +67,7 @@ def prepare_trace(
     found = comm.resolve(axis)
     hook = None if blocked else in_dtype(constant_hook(strategy, step), dtype)
     if hook is None and with_state:
-        raise UnsupportedError(
-            "in a compiled graph a step whose gradients stay local takes bare parameters, not ltx.Synced."
-        )
+        raise UnsupportedError("a compiled step whose gradients stay local takes bare parameters, not ltx.Synced.")
     if hook is None:
         return "", ()
     if stateful_hook(hook) and not with_state:
@@ -80,32 +81,24 @@ def prepare_trace(
 
 def _schedule_in_graph(
     key: str,
-    operation: str,
+    what: str,
     tensors: Sequence[torch.Tensor],
-    arrival: tuple[int, ...],
+    arrival: Order,
     names: Names,
-    paths: tuple[str, ...],
+    paths: Paths,
     step: int = 0,
     clock: torch.Tensor | None = None,
 ) -> Schedule:
     strategy, hook, axis = traced.kept(key)
     of = list(paths)
-    plan = make_plan(
-        strategy, hook, axis, tensors, lambda: arrival, names, step, lambda: of, operation, None, compare=False
-    )
+    plan = make_plan(strategy, hook, axis, tensors, lambda: arrival, names, step, lambda: of, what, None, compare=False)
     # Reductions run below all levels of torch.func.
     return schedule_for(replace(plan, clock=None if clock is None else unwrapped(clock)), compiled=True)
 
 
 @traced.node
 def _mark_node(
-    key: str,
-    arrival: tuple[int, ...],
-    names: Names,
-    paths: tuple[str, ...],
-    step: int,
-    clock: torch.Tensor | None,
-    *tensors: torch.Tensor,
+    key: str, arrival: Order, names: Names, paths: Paths, step: int, clock: torch.Tensor | None, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """Mark ``*parameters, *states`` at step `step` + `clock`. Returns (*marked parameters, *tokens)."""
     count = len(arrival)
@@ -123,9 +116,7 @@ def _tie_node(key: str, tokens: int, kept: int, *tensors: torch.Tensor) -> tuple
 
 
 @traced.node
-def reduce_in_graph(
-    key: str, arrival: tuple[int, ...], paths: tuple[str, ...], *grads: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+def reduce_in_graph(key: str, arrival: Order, paths: Paths, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Reduce gradients by a hook without state."""
     none: list[tuple[()]] = [() for _ in grads]
     schedule = _schedule_in_graph(key, "sync_gradients", grads, arrival, tuple(none), paths)
@@ -160,9 +151,7 @@ def mark(
     own = {i: x for i, x in enumerate(below) if x.is_leaf and x.requires_grad}  # whose .grad a backward pass may write
     if hook is None or _marks_nothing(step_fn, hook, axis):
         if hook is not None and (wanted := all_tracked(leaves)):  # patterns must match here too, as on many ranks
-            by_path(
-                step_fn.strategy, hook, lambda: [*map(tree.spec_paths(spec).__getitem__, wanted)], range(len(wanted))
-            )
+            by_path(step_fn.strategy, hook, lambda: [tree.spec_paths(spec)[i] for i in wanted], range(len(wanted)))
         return _mark_nothing(step_fn, leaves, sync_state, axis)
     axis.ranks.need(
         "whole",

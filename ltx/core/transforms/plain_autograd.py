@@ -196,9 +196,7 @@ class Pull(Function):
     backward = jvp = staticmethod(_once_only)
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[Any, ...], call: Call, batched: bool, *cotangents: torch.Tensor
-    ) -> tuple[Any, Any]:
+    def vmap(info: Any, in_dims: tuple[Any, ...], call: Call, batched: bool, *cotangents: torch.Tensor) -> Any:
         stacked = in_front(info.batch_size, cotangents, in_dims[2:])
         if not batched:
             outs = Pull.apply(call, True, *stacked)

@@ -33,7 +33,7 @@ from ltx.core.gradients.comm_hook import EXACT, CommHook, shared_part, stateful_
 from ltx.core.gradients.exchange import Exchange
 from ltx.core.gradients.planning import BucketSettings, Plan, make_plan
 from ltx.core.gradients.reduction import Bucket, LeafState, Reduced
-from ltx.core.optim.base import Optimizer, Update
+from ltx.core.optim.base import Optimizer, Tensors, Update
 from ltx.core.ranks.axis import Axis
 from ltx.typing import Tree
 
@@ -385,12 +385,7 @@ def communicate_after_update(
 
 
 def take_updated(
-    hook: PostUpdateHook,
-    bucket: Bucket,
-    reduced: Reduced,
-    old: Old,
-    params: list[torch.Tensor],
-    states: dict[int, LeafState],
+    hook: PostUpdateHook, bucket: Bucket, reduced: Reduced, old: Old, params: Tensors, states: dict[int, LeafState]
 ) -> Callable[[], None] | None:
     """Put a complete bucket's next values into `params` and `states`. Returns what does the remaining work, or None."""
     done = hook.finish_bucket(bucket, reduced, old.of(bucket))

@@ -75,9 +75,7 @@ class SyncState:
 
 def check_state(state: Any) -> None:
     if not isinstance(state, SyncState):
-        raise SyncStateError(
-            f"sync_state must be what step.init(params) or the last step gave, a SyncState, got {shown(state)}."
-        )
+        raise SyncStateError(f"sync_state must be what step.init(params) or the last step gave, got {shown(state)}.")
 
 
 def plain_values(x: torch.Tensor) -> torch.Tensor:

@@ -84,9 +84,7 @@ def without_ours(trace: TracebackType | None) -> TracebackType | None:
 def hide_ours(shell: Any) -> None:
     """Hide ltx's frames in tracebacks of IPython's `shell`, unless another exception handler is installed already."""
 
-    def show(
-        self: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: int | None = None
-    ) -> None:
+    def show(self: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: Any = None) -> None:
         told, about = error, without_ours(trace)
         while (told := told.__cause__ or told.__context__) is not None:  # type: ignore[assignment]
             told.__traceback__ = without_ours(told.__traceback__)

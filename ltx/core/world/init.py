@@ -118,9 +118,7 @@ def init(
     if timeout is DEFAULT_TIMEOUT:  # left out; the same duration written out is a request
         timeout = getattr(strategy, "timeout", None) or DEFAULT_TIMEOUT
     if mesh is not None and not isinstance(mesh, Mapping):
-        raise WorldError(
-            f"mesh={brief(mesh)}: expected a mapping of axis names to sizes, such as {{'node': 2, 'data': 4}}."
-        )
+        raise WorldError(f"mesh={brief(mesh)}: expected axis names and sizes, such as {{'node': 2, 'data': 4}}.")
     named: dict[str, Any] = {
         "backend": backend or getattr(strategy, "process_group_backend", None),
         "timeout": _duration("timeout", timeout, DEFAULT_TIMEOUT),
@@ -229,8 +227,8 @@ def to_device(tree: Tree) -> Tree:
 
 def _start(asked: Mapping[str, Any]) -> Session:
     with ExitStack() as undo, ExitStack() as meanwhile:
-        timeout = asked.get("timeout", DEFAULT_TIMEOUT)
-        heartbeat = asked.get("heartbeat_timeout", DEFAULT_HEARTBEAT)
+        asked = {"timeout": DEFAULT_TIMEOUT, "heartbeat_timeout": DEFAULT_HEARTBEAT, **asked}
+        timeout, heartbeat = asked["timeout"], asked["heartbeat_timeout"]
         placement = asked.get("placement") or (
             placement_beside_group(os.environ, dist.get_rank(), dist.get_world_size())
             if dist.is_initialized()
@@ -269,13 +267,7 @@ def _start(asked: Mapping[str, Any]) -> Session:
             if len(process.stores) > 1:  # all ranks have left the earlier worlds
                 process.stores = {placement: process.stores[placement]}
                 gc.collect()  # leftover objects of earlier worlds keep their stores' threads and connections
-        settings = {
-            "backend": world.backend,
-            "timeout": timeout,
-            "heartbeat_timeout": heartbeat,
-            "mesh": mesh,
-            "placement": placement,
-        }
+        settings = asked | {"backend": world.backend, "mesh": mesh, "placement": placement}
         for tell in process.when_made:
             tell()
         return Session(world, settings, undo.pop_all())

@@ -163,10 +163,8 @@ _pmi = partial(
 def _mpirun(name: str, prefix: str, *job: str) -> Launcher:
     """The row of an mpirun with variables such as ``{prefix}_RANK``. `job`: variables that may hold the job's id."""
     rank, size, local_rank, local_size = (f"{prefix}_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-    placement = partial(
-        mpi_placement, rank=rank, size=size, local_rank=(local_rank,), local_size=(local_size,), job=job
-    )
-    return Launcher(name, (rank, size), _has(rank), placement, _BY_MPIRUN)
+    reads = partial(mpi_placement, rank=rank, size=size, local_rank=(local_rank,), local_size=(local_size,), job=job)
+    return Launcher(name, (rank, size), _has(rank), reads, _BY_MPIRUN)
 
 
 def _has(*names: str) -> Callable[[Mapping[str, str]], bool]:

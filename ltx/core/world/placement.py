@@ -28,6 +28,9 @@ LOOPBACK = "127.0.0.1"
 DERIVED_PORTS = range(15000, 25000)
 DEFAULT_PORT = 29500
 
+#: Environment variables.
+Names = tuple[str, ...]
+
 # More digits than any launcher's numbers have. Python raises an error of its own for thousands of digits.
 _MAX_DIGITS = 20
 
@@ -221,12 +224,7 @@ def first_host(hosts: str) -> str | None:
 
 
 def mpi_placement(
-    variables: Variables,
-    rank: str,
-    size: str,
-    local_rank: tuple[str, ...],
-    local_size: tuple[str, ...],
-    job: tuple[str, ...] = (),
+    variables: Variables, rank: str, size: str, local_rank: Names, local_size: Names, job: Names = ()
 ) -> Placement:
     """The placement from these variables. If a value has several names, the first that is set counts."""
     environ = variables.environ

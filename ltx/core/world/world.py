@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -86,9 +85,7 @@ class World:
             )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: object) -> None:
         session = process.session
         if session is None or all(known is not self for known in (session.world, *session.before)):
             return
