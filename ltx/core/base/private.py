@@ -115,9 +115,7 @@ def in_memory(x: torch.Tensor) -> torch.Tensor:
 
 
 #: Consecutive views of a flat tensor in the shapes of other tensors. To split it and view each part takes 2.5 as long.
-parts_like: Callable[[torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tensor]] = _of_torch(
-    "torch._C._nn:unflatten_dense_tensors"
-)
+parts_like: Callable[[torch.Tensor, Tensors], Tensors] = _of_torch("torch._C._nn:unflatten_dense_tensors")
 
 # --- autograd ---
 

@@ -62,7 +62,7 @@ def refuse_script() -> None:
     """Raise if ``torch.jit.trace`` is tracing."""
     if private.script_state() is not None:
         raise UnsupportedError(
-            "torch.jit.trace can't record ltx: what other ranks have sent would be constants. Use torch.export."
+            "torch.jit.trace can't record ltx: what ranks send would be a constant. Use torch.export."
         )
 
 

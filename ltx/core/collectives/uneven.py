@@ -29,6 +29,8 @@ from ltx.typing import Tree
 _DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
 _MOST_DIMS = 32
 T = TypeVar("T")
+Lengths = tuple[int, ...]
+Splits = Sequence[int] | str  # "infer"
 _INFERRED = 'all_gather(splits="infer")'
 
 
@@ -150,7 +152,7 @@ def is_even(splits: Sequence[int] | str | None, axis: Any) -> bool:
     return bool(comm.resolve(axis).ranks.levels)
 
 
-def all_gather_uneven(value: Tree, axis: Any, dim: int, splits: Sequence[int] | str) -> Tree:
+def all_gather_uneven(value: Tree, axis: Any, dim: int, splits: Splits) -> Tree:
     """all_gather(tiled=True) of parts with the lengths `splits` along `dim`, one per rank."""
     if isinstance(splits, str):
         return _all_gather_inferred(value, axis, dim)
@@ -162,7 +164,7 @@ def all_gather_uneven(value: Tree, axis: Any, dim: int, splits: Sequence[int] | 
     return tree.map(lambda x, parts: _joined(parts, splits, dim % x.ndim, dim), value, gathered)
 
 
-def psum_scatter_uneven(value: Tree, axis: Any, dim: int, splits: Sequence[int] | str) -> Tree:
+def psum_scatter_uneven(value: Tree, axis: Any, dim: int, splits: Splits) -> Tree:
     """psum_scatter(tiled=True) into parts with the lengths `splits` along `dim`, one per rank."""
     leaves, spec = tree.flatten(value)
     tree.check_leaves(leaves, value, "psum_scatter: its argument")
@@ -179,7 +181,7 @@ def psum_scatter_uneven(value: Tree, axis: Any, dim: int, splits: Sequence[int] 
 
 def all_to_all_uneven(
     value: Tree, split_dim: int, concat_dim: int, axis: Any, splits: Sequence[int] | str
-) -> tuple[Tree, tuple[int, ...]]:
+) -> tuple[Tree, Lengths]:
     """all_to_all of chunks with the lengths `splits` along `split_dim`. Also returns the lengths received."""
     if isinstance(splits, str):
         found = _real(axis, 'all_to_all(splits="infer")', "")
@@ -234,9 +236,7 @@ def padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     return torch.nn.functional.pad(x, (*[0, 0] * (x.ndim - 1 - dim), 0, length - x.shape[dim]))
 
 
-def _misfit(
-    what: str, value: Tree, dim: int, splits: tuple[int, ...], axis: Axis, of_part: bool = False
-) -> AxisError | None:
+def _misfit(what: str, value: Tree, dim: int, splits: Lengths, axis: Axis, of_part: bool = False) -> AxisError | None:
     """The error in this rank's splits, or in its tensors, which must be as long along `dim` as all splits together,
     with `of_part` as this rank's split; None if they fit.
     """

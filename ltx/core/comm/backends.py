@@ -125,9 +125,7 @@ class HostCopy:
         if tensor.device.type == "cpu":
             self._value = tensor
         else:
-            self._value = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu").copy_(
-                tensor, non_blocking=True
-            )
+            self._value = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
             self._done = torch.accelerator.current_stream(tensor.device).record_event()
 
     def ready(self) -> bool:

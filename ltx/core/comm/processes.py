@@ -149,10 +149,8 @@ class ProcessRanks(AxisComm):
         payload, failed = dump() if self.rank in senders else (b"", True)
         if not failed:
             payload = sealed(self, payload, issue)
-        said = "2 lengths" if src is None else f"src={src}"
-        sizes = self.tell(
-            f"{what}: lengths", [len(payload), int(failed)], lambda: Signature(what, (), said), lambda: (what, src)
-        )
+        call = Signature(what, (), "2 lengths" if src is None else f"src={src}")
+        sizes = self.tell(f"{what}: lengths", [len(payload), int(failed)], lambda: call, lambda: (what, src))
         body = torch.zeros(max(length for length, _ in sizes), dtype=torch.uint8, device="cpu")
         if payload:
             body[: len(payload)].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))

@@ -265,15 +265,13 @@ def numbers_of(sums: list[float], digest: int) -> list[float]:
 
 
 @traced.node
-def count_in_graph(
-    axis_key: str, step: int, clock: torch.Tensor, total: torch.Tensor, squares: torch.Tensor
-) -> torch.Tensor:
+def count_in_graph(key: str, step: int, clock: torch.Tensor, total: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
     """In a graph: `clock` plus one step; raises, when the graph runs, if ranks are at different steps. `total`,
-    `squares`: the sums over ranks of :func:`number_in_graph` and of its square.
+    `square`: the sums over ranks of :func:`number_in_graph` and of its square.
     """
     with private.below_transforms():
-        sums = [unwrapped(x).detach() for x in (total, squares)]
-        one: torch.Tensor = torch.ops.ltx.count_step(*sums, unwrapped(clock).detach(), step, axis_key)
+        sums = [unwrapped(x).detach() for x in (total, square)]
+        one: torch.Tensor = torch.ops.ltx.count_step(*sums, unwrapped(clock).detach(), step, key)
     return clock + one
 
 
@@ -302,10 +300,8 @@ def _count_step(total: torch.Tensor, squares: torch.Tensor, clock: torch.Tensor,
 
 
 # The operation copies to the host, which can't be captured in a CUDA graph.
-_library = torch.library.Library("ltx", "DEF")
+_lib = torch.library.Library("ltx", "DEF")
 _schema = "count_step(Tensor total, Tensor squares, Tensor clock, int step, str key) -> Tensor"
-_library.define(_schema, tags=torch.Tag.cudagraph_unsafe)
-_library.impl("count_step", _count_step, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "ltx::count_step", lambda *_: torch.ones((), dtype=torch.float64, device="cpu"), lib=_library
-)
+_lib.define(_schema, tags=torch.Tag.cudagraph_unsafe)
+_lib.impl("count_step", _count_step, "CompositeExplicitAutograd")
+torch.library.register_fake("ltx::count_step", lambda *_: torch.ones((), dtype=torch.float64, device="cpu"), lib=_lib)

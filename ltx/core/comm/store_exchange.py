@@ -24,7 +24,7 @@ from ltx.core.comm.backends import look_out
 from ltx.core.comm.transport import progress_everywhere
 
 T = TypeVar("T")
-Telling = Callable[[], str]
+Said = Callable[[], str]
 
 #: How long `end` waits for the thread, which is idle or in a call to the store.
 ENDING_S = 1.0
@@ -36,9 +36,7 @@ YIELD_S = 0.1
 class StoreCaller:
     """Calls the store in a thread of its own, so that the calling thread can give up after `limit_s`."""
 
-    def __init__(
-        self, rank: int, limit_s: float, why_gone: Telling, when_idle: Callable[[], None], state_of_host: Telling
-    ):
+    def __init__(self, rank: int, limit_s: float, why_gone: Said, when_idle: Callable[[], None], state_of_host: Said):
         self.limit_s = limit_s
         self.host: int | None = None  # the rank that holds the store; None for the launcher
         self._rank, self._why_gone, self._when_idle, self._state_of_host = rank, why_gone, when_idle, state_of_host

@@ -6,7 +6,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Literal
 
-import optree
 import torch
 
 from ltx.core.base import private, traced, tree
@@ -215,9 +214,7 @@ def _place(result: torch.Tensor, out_dim: int | None) -> torch.Tensor:
     if out_dim is None:
         return result[0]
     if not -result.ndim <= out_dim < result.ndim:
-        raise AxisError(
-            f"out_dims={out_dim} is out of range for an output of {result.ndim} dimensions with the ranks'."
-        )
+        raise AxisError(f"out_dims={out_dim} is out of range for an output of {result.ndim} dimensions, ranks too.")
     return result if out_dim == 0 else result.movedim(0, out_dim)
 
 
@@ -254,13 +251,7 @@ def _entries(what: str, prefix: Any, whole: Tree) -> list[int | None]:
             hint = f" A name is axis_name={dim!r}." if isinstance(dim, str) else ""
             raise AxisError(f"{what} must be an int, None or a tree of them, got {shown(dim)}.{hint}")
     try:
-        optree.tree_map_(
-            lambda dim, sub: dims.extend([dim] * len(tree.flatten(sub)[0])),
-            prefix,
-            whole,
-            none_is_leaf=True,
-            namespace=tree.NAMESPACE,
-        )
+        tree.map(lambda dim, sub: dims.extend([dim] * len(tree.flatten(sub)[0])), prefix, whole, none_is_leaf=True)
     except ValueError:
         of = "argument" if what == "in_dims" else "output"
         said = tree.map(lambda x: _Shape(tree.describe(x) if isinstance(x, torch.Tensor) else type(x).__name__), whole)

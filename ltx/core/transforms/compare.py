@@ -28,6 +28,8 @@ _START = (
     "draw different numbers after one seed: make parameters outside of it, or with randomness='same'. "
     "Where ranks are meant to have parameters of their own, ltx.block_backward_sync(step) keeps gradients local."
 )
+#: Tensors with their paths.
+Leaves = Sequence[tuple[str, torch.Tensor]]
 
 
 def check_params_once(axis: Axis, params: Tree, fn: Any, key: Hashable, signature: comm.Signature | None) -> None:
@@ -50,9 +52,7 @@ def tensors_by_path(value: Tree) -> list[tuple[str, torch.Tensor]]:
     return [(path, leaf) for path, leaf in found if isinstance(leaf, torch.Tensor)]
 
 
-def check_leaves(
-    axis: Axis, leaves: Sequence[tuple[str, torch.Tensor]], fix: str, signature: comm.Signature | None = None
-) -> None:
+def check_leaves(axis: Axis, leaves: Leaves, fix: str, signature: comm.Signature | None = None) -> None:
     """Raise ReplicaDivergedError on every rank unless `leaves` are the same on all; `fix` says what to do."""
     by_rank = digests_by_rank(axis, leaves, signature)
     if any(differs := [len(set(digests)) > 1 for digests in zip(*by_rank, strict=True)]):
@@ -60,9 +60,7 @@ def check_leaves(
         raise _diverged(axis.name, [leaf for leaf, differ in zip(leaves, differs, strict=True) if differ], those, fix)
 
 
-def digests_by_rank(
-    axis: Axis, leaves: Sequence[tuple[str, torch.Tensor]], signature: comm.Signature | None = None
-) -> list[list[str]]:
+def digests_by_rank(axis: Axis, leaves: Leaves, signature: comm.Signature | None = None) -> list[list[str]]:
     """Each rank's digests of `leaves`, "" for a leaf that ranks share; equal digests mean that no leaf differs."""
     paths, tensors = [path for path, _ in leaves], [leaf for _, leaf in leaves]
     return axis.ranks.by_rank(
@@ -72,9 +70,7 @@ def digests_by_rank(
     )
 
 
-def _diverged(
-    axis_name: str, leaves: Sequence[tuple[str, torch.Tensor]], by_rank: Sequence[Sequence[str]], fix: str
-) -> ReplicaDivergedError:
+def _diverged(axis_name: str, leaves: Leaves, by_rank: Sequence[Sequence[str]], fix: str) -> ReplicaDivergedError:
     """The error for `leaves` that differ among ranks, by the ranks' digests; `fix` says what to do."""
     size = len(by_rank)
     first = [digests[0] for digests in by_rank]

@@ -218,9 +218,7 @@ def _mark_nothing(step_fn: StepSettings, leaves: list[Any], sync_state: SyncStat
 _REDUCED = "_ltx_reduced"
 
 
-def _unreduced(
-    axis: Axis, given: Sequence[torch.Tensor], leaves: dict[int, torch.Tensor], paths: Callable[[], Sequence[str]]
-) -> str:
+def _unreduced(axis: Axis, given: list[Any], leaves: dict[int, torch.Tensor], paths: Callable[[], Paths]) -> str:
     """A text on each ``.grad`` that this backward pass adds to, and that no reduced pass has left so; "" if there is
     none. The text has a digest, which ranks compare (simulated ranks do it here): another ``.grad`` may be equal on
     all ranks too, as one that was reduced by hand, or clipped.

@@ -21,6 +21,7 @@ import torch
 from ltx.core import comm
 from ltx.core.base import private, traced, tree
 from ltx.core.base.errors import StepError, UnsupportedError
+from ltx.core.base.private import Tensors
 from ltx.core.collectives.linear import Function, at_places
 from ltx.core.gradients.marker import can_raise_priority
 from ltx.core.gradients.pending import ProcessSchedule
@@ -34,9 +35,7 @@ from ltx.core.transforms.run import PLAIN_CALL, CallOptions
 from ltx.core.transforms.sync_state import Synced
 
 
-def gradients(
-    total: torch.Tensor, leaves: Sequence[torch.Tensor], again: bool = False, own: Sequence[torch.Tensor] = ()
-) -> list[torch.Tensor]:
+def gradients(total: torch.Tensor, leaves: Tensors, again: bool = False, own: Tensors = ()) -> list[torch.Tensor]:
     """The gradients of `total` with respect to new `leaves`, by plain autograd; zeros where `total` doesn't use one.
     `again`: they may be differentiated. `own`: as in :class:`ltx.core.transforms.run.Run`.
     """
@@ -56,11 +55,11 @@ def _with_own(leaf: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
 
 def by_buckets(
     schedule: ProcessSchedule,
-    outputs: Sequence[torch.Tensor],
-    cotangents: Sequence[torch.Tensor] | None,
-    inputs: Sequence[torch.Tensor],
+    outputs: Tensors,
+    cotangents: Tensors | None,
+    inputs: Tensors,
     again: bool = False,
-    own: Sequence[torch.Tensor] = (),
+    own: Tensors = (),
 ) -> tuple[list[torch.Tensor], dict[int, LeafState]]:
     """Run a deferred pass, and wait for its buckets: (the parameters' gradients, next states by their places). The
     arguments are those of :meth:`ProcessSchedule.backward`.
@@ -90,7 +89,7 @@ class Call:
         self.calls = Calls()
         self._params: list[torch.Tensor] = []  # the leaves of the step's parameters
 
-    def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def forward(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
         """Run the step on plain leaves; return the outputs that have a gradient."""
         self.inputs = [t.detach().requires_grad_(w) for t, w in zip(tensors, self._wanted, strict=True)]
         args, kwargs = tree.unflatten(self.spec, at_places(self.leaves, self.wrapped, self.inputs))
@@ -125,12 +124,12 @@ class Call:
         options: CallOptions | None = self.step.deferred(flat)
         return CallOptions(deferred=True, flat=flat) if options is None else options
 
-    def result(self, outputs: Sequence[torch.Tensor]) -> Any:
+    def result(self, outputs: Tensors) -> Any:
         """The step's result, with `outputs` in the places of the tensors that have a gradient."""
         values, spec = self._result
         return tree.unflatten(spec, at_places(values, self._differentiable, outputs))
 
-    def pull(self, cotangents: Sequence[torch.Tensor], batched: bool) -> tuple[torch.Tensor | None, ...]:
+    def pull(self, cotangents: Tensors, batched: bool) -> tuple[torch.Tensor | None, ...]:
         """Run the backward pass, on plain autograd. It may run several times (jacrev in chunks)."""
         if self._inputs is not None and batched:  # one pass after the other: each is a pass of all ranks
             rows = [self.pull(one, False) for one in zip(*cotangents, strict=True)]
