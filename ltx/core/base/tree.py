@@ -253,14 +253,20 @@ def refuse_dtensors(leaves: Sequence[torch.Tensor], tree: Tree, what: str) -> No
     kinds = [*builtins.map(type, builtins.map(unwrapped, leaves) if in_transform() else leaves)]
     if any(issubclass(kind, cls) for kind in {*kinds}):
         path = leaf_paths(tree)[next(place for place, kind in enumerate(kinds) if issubclass(kind, cls))]
-        raise UnsupportedError(f"{what}: leaf {path!r} is a DTensor, {NO_DTENSORS}")
+        raise UnsupportedError(f"{what}: leaf {path!r} is a DTensor, {_NO_DTENSORS}")
 
 
-NO_DTENSORS = (
+_NO_DTENSORS = (
     "and a plain tensor was expected. Where parameters are DTensors, wrap the step or train step: "
     "ltx.tensor_parallel.with_dtensors(train). Elsewhere pass what this rank holds, x.to_local(), or the value, "
     "x.full_tensor()."
 )
+
+
+def refuse_in_graph(leaves: Sequence[Any]) -> None:
+    """Raise if a tensor in a graph, which Dynamo traces, is a DTensor."""
+    if "DTensor" in [type(x).__name__ for x in leaves]:
+        traced.refuse(f"a parameter in a compiled graph is a DTensor, {_NO_DTENSORS}")
 
 
 def check_open(leaves: Sequence[Any], tree: Tree, what: str, done: str, tensors_only: bool = False) -> None:

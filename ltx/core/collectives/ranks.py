@@ -41,9 +41,7 @@ def axis_index(axis: Any = None) -> torch.Tensor:
         >>> ltx.vmap(lambda x: x * ltx.axis_index())(torch.ones(3))
         tensor([0., 1., 2.])
     """
-    if traced.recording():
-        return in_graph_index(prepare_trace(axis))
-    return comm.resolve(axis).index()
+    return in_graph_index(prepare_trace(axis)) if traced.recording() else comm.resolve(axis).index()
 
 
 @checked("seed")

@@ -147,9 +147,7 @@ def _equal_splits(x: Any, dim: int, n: int) -> tuple[int, ...]:
 
 def is_even(splits: Sequence[int] | str | None, axis: Any) -> bool:
     """Whether `splits` is "infer" on simulated ranks, whose parts are equal."""
-    if splits != "infer" or traced.recording():
-        return False
-    return bool(comm.resolve(axis).ranks.levels)
+    return splits == "infer" and not traced.recording() and bool(comm.resolve(axis).ranks.levels)
 
 
 def all_gather_uneven(value: Tree, axis: Any, dim: int, splits: Splits) -> Tree:

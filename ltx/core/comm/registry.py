@@ -195,11 +195,8 @@ def _parts_of(axis: Axis) -> list[Axis]:
 
 def holders_of_groups(opened: Iterable[Axis]) -> list[Any]:
     """The communicators and channels that hold the process groups of the axes `opened`, and can drop them."""
-    return [
-        one
-        for axis_comm in [axis.comm for axis in opened if axis.comm is not None]
-        for one in (axis_comm, *axis_comm.channels)
-    ]
+    comms = [axis.comm for axis in opened if axis.comm is not None]
+    return [one for axis_comm in comms for one in (axis_comm, *axis_comm.channels)]
 
 
 def _refuse_fork() -> None:

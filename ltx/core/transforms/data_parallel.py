@@ -118,8 +118,7 @@ class DataParallel(StepSettings):
             given, inputs = defer(schedule, leaves, [()] * len(leaves))
             marked = Marked(given, None, schedule, inputs)
         elif recorded:
-            if "DTensor" in [type(x).__name__ for x in leaves]:
-                traced.refuse(f"a parameter in a compiled graph is a DTensor, {tree.NO_DTENSORS}")
+            tree.refuse_in_graph(leaves)
             counted = sync_state.step if sync_state is not None else 0
             marked = mark_in_graph(self, params, leaves, spec, sync_state, counted if step is None else step)
             local, within = self.blocked, None

@@ -59,8 +59,7 @@ def adopted_world(placement: Placement, backend: str | None) -> World:
     if (placement.rank, placement.size) != (rank, size):
         raise WorldError(
             f"rank {rank}: torch.distributed is initialised already with {size} ranks, and ltx.init was asked for "
-            f"rank={placement.rank}, size={placement.size}. Leave these out to use what is there, or destroy that "
-            "process group first."
+            f"rank={placement.rank}, size={placement.size}. Leave these out, or destroy that process group first."
         )
     return world_of(replace(placement, launcher="user"), backend=used)
 
