@@ -61,9 +61,7 @@ def refuse_blind() -> None:
 def refuse_script() -> None:
     """Raise if ``torch.jit.trace`` is tracing."""
     if private.script_state() is not None:
-        raise UnsupportedError(
-            "torch.jit.trace can't record ltx: what ranks send would be a constant. Use torch.export."
-        )
+        raise UnsupportedError("torch.jit.trace can't record ltx: what ranks send would be constant. Use torch.export.")
 
 
 def node(fn: F) -> F:

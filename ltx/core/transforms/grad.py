@@ -27,6 +27,11 @@ from ltx.core.transforms.run import CallOptions, refuse_backward
 from ltx.core.transforms.sync_state import Synced, SyncState, check_state, states_after
 from ltx.typing import Step, Tree
 
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Check = Callable[[Any], Any]
+Flat = tuple[list[torch.Tensor], Any]  # leaves and their structure
+
 
 @checked("step", "argnums", "has_aux")
 def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
@@ -144,21 +149,15 @@ def _is_plain(step: Step, argnum: int, args: tuple[Any, ...]) -> TypeGuard[DataP
 
 
 def _by_plain_autograd(
-    step: DataParallel,
-    argnum: int,
-    options: CallOptions,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    sync_state: SyncState | None,
-    checked_output: Callable[[Any], Any],
+    step: DataParallel, at: int, options: CallOptions, args: Args, kwargs: Kwargs, state: SyncState | None, check: Check
 ) -> Any:
     """The result of :func:`grad_and_value`'s function, if :func:`_is_plain`. `options`: those of the step's call."""
-    params = args[argnum]
-    filled = args if sync_state is None else at_places(args, [argnum], [Synced(params, sync_state)])
+    params = args[at]
+    filled = args if state is None else at_places(args, [at], [Synced(params, state)])
     calls = Calls()
     with comm.span("forward"), torch.enable_grad(), watch_for_traced_values(step.fn), calls.recorded():
         run = step.run(tuple(filled), kwargs, options)
-        output = checked_output(run.value())
+        output = check(run.value())
     schedule = run.schedule
     assert isinstance(schedule, ProcessSchedule)
     assert run.inputs is not None
@@ -166,11 +165,11 @@ def _by_plain_autograd(
     loss = output[0] if isinstance(output, tuple) else output
     # If no operation connects the loss to the markers, it has no gradient.
     with calls.in_pass():
-        grads, states = by_buckets(schedule, [loss] if loss.requires_grad else [], None, run.inputs, own=run.own)
+        grads, states = by_buckets(schedule, [loss] if loss.requires_grad else [], None, run.inputs, False, run.own)
     value, found = _apart(output), tree.unflatten(options.flat[1], grads)
-    if sync_state is None:
+    if state is None:
         return found, value
-    return (found, sync_state.advanced(states_after(schedule.plan, states, sync_state.leaves, params))), value
+    return (found, state.advanced(states_after(schedule.plan, states, state.leaves, params))), value
 
 
 def _apart(output: Tree, detached: bool = True) -> Tree:
@@ -183,14 +182,7 @@ def _apart(output: Tree, detached: bool = True) -> Tree:
     return tree.map(apart, output)
 
 
-def _alone(
-    step: DataParallel,
-    argnum: int,
-    flat: tuple[list[torch.Tensor], Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    checked_output: Callable[[Any], Any],
-) -> Any:
+def _alone(step: DataParallel, at: int, flat: Flat, args: Args, kwargs: Kwargs, check: Check) -> Any:
     """The result of :func:`grad_and_value`'s function by plain autograd, for a step of one rank: as on several ranks,
     it may use what torch.func has no rules for.
     """
@@ -198,10 +190,10 @@ def _alone(
     inputs = [x.detach().requires_grad_() for x in leaves]
     calls = Calls()
     with torch.enable_grad(), watch_for_traced_values(step.fn), calls.recorded():
-        filled = at_places(args, [argnum], [tree.unflatten(spec, inputs)])
+        filled = at_places(args, [at], [tree.unflatten(spec, inputs)])
         before = private.nodes_made()
         run = step.run(tuple(filled), kwargs)
-        output = checked_output(run.value())
+        output = check(run.value())
         refuse_backward(inputs)
         total = output[0] if isinstance(output, tuple) else output
         closes = False

@@ -167,21 +167,12 @@ def mark(
     mine = [*map(leaves.__getitem__, wanted)]
     states = states_of_leaves(sync_state, paths, wanted, hook, returned=deferred)
     tensors = [tuple(state.values()) for state in states] if hook.state_names else [()] * len(mine)
-    plan = make_plan(
-        step_fn.strategy,
-        hook,
-        axis,
-        mine,
-        functools.partial(arrival_order, params, wanted),
-        tuple(map(tuple, states)),
-        step,
-        lambda: [paths()[i] for i in wanted],
-        "data_parallel",
-        spec,
-    )
+    names, strategy = tuple(map(tuple, states)), step_fn.strategy
+    arrival, mine_paths = functools.partial(arrival_order, params, wanted), lambda: [paths()[i] for i in wanted]
+    plan = make_plan(strategy, hook, axis, mine, arrival, names, step, mine_paths, "data_parallel", spec)
     # Ranks that share gradients start from equal parameters; ranks that communicate after the update needn't.
     sharing = plan.part or axis
-    if step_fn.strategy.layout.params == "replicated" or not isinstance(hook, PostUpdateHook):
+    if strategy.layout.params == "replicated" or not isinstance(hook, PostUpdateHook):
         check_in_debug(sharing, params)
         if options.step is None:  # a train step compares its whole state
             agreed = plan.agreement
@@ -399,23 +390,13 @@ def _reduce(
             f"{whose!r} has communication state: pass sync_state=step.init(params) and keep what comes back."
         )
     states = states_of_leaves(state, lambda: paths, list(range(len(paths))), hook, returned=True)
-    plan = make_plan(
-        strategy,
-        hook,
-        comm.resolve(axis),
-        grads,
-        arrival,
-        tuple(tuple(s) for s in states),
-        step,
-        lambda: paths,
-        "sync_gradients",
-        tuple(paths),
-    )
+    found, names, spec = comm.resolve(axis), tuple(map(tuple, states)), tuple(paths)
+    plan = make_plan(strategy, hook, found, grads, arrival, names, step, lambda: paths, "sync_gradients", spec)
     reduced, advanced = reduce_gradients(schedule_for(plan), grads, [list(s.values()) for s in states])
     if state is None:
         return reduced, None
     leaves = {path: dict(e) for path, e in state.leaves.items()}
-    for path, names, tensors in zip(paths, states, advanced, strict=True):
-        if names:
-            leaves[path].update(zip(names, tensors, strict=True))
+    for path, own, tensors in zip(paths, states, advanced, strict=True):
+        if own:
+            leaves[path].update(zip(own, tensors, strict=True))
     return reduced, state.advanced(leaves)

@@ -54,12 +54,7 @@ def _with_own(leaf: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
 
 
 def by_buckets(
-    schedule: ProcessSchedule,
-    outputs: Tensors,
-    cotangents: Tensors | None,
-    inputs: Tensors,
-    again: bool = False,
-    own: Tensors = (),
+    schedule: ProcessSchedule, outputs: Tensors, cotangents: Tensors | None, inputs: Tensors, again: bool, own: Tensors
 ) -> tuple[list[torch.Tensor], dict[int, LeafState]]:
     """Run a deferred pass, and wait for its buckets: (the parameters' gradients, next states by their places). The
     arguments are those of :meth:`ProcessSchedule.backward`.
