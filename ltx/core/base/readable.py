@@ -205,9 +205,6 @@ class Shown:
         return f"<div>{''.join(parts)}</div>"
 
 
-# --- units ------------------------------------------------------------------------------------------------------------
-
-
 def many(count: int, name: str) -> str:
     return f"{count:,} {name}{'' if count == 1 else 's'}"
 

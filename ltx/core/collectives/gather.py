@@ -150,7 +150,7 @@ def all_gather(
         gathered = all_gather_uneven(scaled, axis, dim, splits)
         return gathered if sync_grads else tree.map(torch.Tensor.detach, gathered)
     then = as_it_is if sync_grads else torch.Tensor.detach
-    return collective("all_gather", scaled, axis, lambda x, n: _place_of("all_gather", x, dim, tiled), then)
+    return collective("all_gather", scaled, axis, lambda x, n: _place("all_gather", x, dim, tiled), then)
 
 
 @counted
@@ -199,7 +199,7 @@ def psum_scatter(
         raise AxisError("psum_scatter: parts of unequal lengths: splits= needs tiled=True.")
     if splits is not None and not is_even(splits, axis):
         return psum_scatter_uneven(scaled, axis, dim, splits)
-    return collective("psum_scatter", scaled, axis, lambda x, n: _place_of("psum_scatter", x, dim, tiled, n))
+    return collective("psum_scatter", scaled, axis, lambda x, n: _place("psum_scatter", x, dim, tiled, n))
 
 
 @counted
@@ -232,11 +232,9 @@ def gather(value: Tree, dst: int = 0, axis: Any = None, *, dim: int = 0, tiled: 
 
     Source: ``torch.distributed.gather``, which returns None on other ranks.
     """
-
-    def static(x: torch.Tensor, n: int) -> Static:
-        return (checked_index("gather", "dst", dst, n), *_place_of("gather", x, dim, tiled))
-
-    return collective("gather", value, axis, static)
+    return collective(
+        "gather", value, axis, lambda x, n: (checked_index("gather", "dst", dst, n), *_place("gather", x, dim, tiled))
+    )
 
 
 @counted
@@ -271,12 +269,12 @@ def scatter(value: Tree, src: int = 0, axis: Any = None, *, dim: int = 0, tiled:
     """
 
     def static(x: torch.Tensor, n: int) -> Static:
-        return (checked_index("scatter", "src", src, n), *_place_of("scatter", x, dim, tiled, n))
+        return (checked_index("scatter", "src", src, n), *_place("scatter", x, dim, tiled, n))
 
     return collective("scatter", value, axis, static)
 
 
-def _place_of(name: str, x: torch.Tensor, dim: int, tiled: bool, parts: int | None = None) -> Static:
+def _place(name: str, x: torch.Tensor, dim: int, tiled: bool, parts: int | None = None) -> Static:
     """(dim, tiled) of a collective on `x`, which is split into so many `parts`, or gathered. Raises if it can't be."""
     ndim = x.ndim + (parts is None and not tiled)
     if not -ndim <= dim < ndim:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress, repeat
-from typing import Any, ParamSpec
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -27,8 +27,6 @@ from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import Rule as Rule
 from ltx.core.ranks.backings import Static as Static
 from ltx.core.ranks.batched import in_front
-
-P = ParamSpec("P")
 
 RULES: dict[str, Rule] = {}
 
@@ -41,16 +39,9 @@ def at_places(values: Sequence[Any], places: Sequence[int], others: Iterable[Any
     return filled
 
 
-def _entering(make: Callable[P, Rule]) -> Callable[P, None]:
-    def add(*args: P.args, **kwargs: P.kwargs) -> None:
-        rule = make(*args, **kwargs)
-        RULES[rule.name] = rule
-
-    return add
-
-
-#: Add a rule to the table; the arguments are those of :class:`Rule`.
-add_rule = _entering(Rule)
+def add_rule(name: str, **fields: Any) -> None:
+    """Add a rule to the table; the arguments are those of :class:`Rule`."""
+    RULES[name] = Rule(name, **fields)
 
 
 @traced.at_trace_time

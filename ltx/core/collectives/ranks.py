@@ -259,11 +259,7 @@ def _read(
     """(length of a batch, places of its lists of records). `lists`: {place of a list: lengths of the tensors in it}."""
     telling = [place for place, inner in lists.items() if inner or advice_for(found[place][0])]
     possible = lengths or {n for place in telling for n in (len(found[place]), *lists[place])}
-    fitting = [
-        n
-        for n in possible
-        if lengths <= {n} and all(len(found[place]) == n or lists[place] == {n} for place in telling)
-    ]
+    fitting = [n for n in possible if lengths <= {n} and all(len(found[i]) == n or lists[i] == {n} for i in telling)]
     if possible and not fitting:
         said: dict[str, list[str]] = {}
         for path, cell, place in zip(_paths(batch), found, range(len(found)), strict=True):

@@ -2,7 +2,6 @@
 
 from ltx.core.comm.axis_comm import AxisComm as AxisComm
 from ltx.core.comm.backends import HOST_BLOCKING as HOST_BLOCKING
-from ltx.core.comm.backends import let_go as let_go
 from ltx.core.comm.backends import to_device as to_device
 from ltx.core.comm.channel import Channel as Channel
 from ltx.core.comm.channel import Work as Work

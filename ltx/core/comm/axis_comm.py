@@ -234,9 +234,8 @@ class AxisComm(Ranks):
         if private.capturing():
             raise UnsupportedError(
                 f"rank {self.rank}: {what()} on axis {self.name!r} was called in the capture of a CUDA graph. ltx "
-                "compares what ranks issue, and reads their step summary, on the host; replays of a graph would leave "
-                "that out. Capture what computes alone: "
-                'ltx.data_parallel(torch.compile(loss, mode="reduce-overhead")).'
+                "compares what ranks issue, and reads their summary, on the host; replays would leave that out. "
+                'Capture what computes alone: ltx.data_parallel(torch.compile(loss, mode="reduce-overhead")).'
             )
 
     def goes_on(self) -> bool:

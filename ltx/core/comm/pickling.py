@@ -45,14 +45,10 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) in (torch.Tensor, torch.nn.Parameter) and obj.device.type not in ("cpu", "meta"):
             return _on_own_device, (obj.detach().cpu(), obj.device.type, type(obj), obj.requires_grad)
-        if (
-            type(obj) is torch.Tensor
-            and obj.layout is torch.strided
-            and obj.dtype not in SUMMED
-            and not obj.is_quantized
-        ):
+        plain = type(obj) is torch.Tensor
+        if plain and obj.layout is torch.strided and obj.dtype not in SUMMED and not obj.is_quantized:
             return _of_bytes, (as_bytes(obj.detach()).contiguous(), obj.dtype, obj.requires_grad)
-        if type(obj) is torch.Tensor and obj.layout in _SPARSE:
+        if plain and obj.layout in _SPARSE:
             parts = [getattr(obj.detach(), name)() for name in _SPARSE[obj.layout]]
             return _sparse, (obj.layout, parts, obj.shape, obj.requires_grad)
         if type(obj) is CodeType:

@@ -162,11 +162,9 @@ class IssuedSummary:
         with suppress(LtxError):  # a peer is at another place, so it has issued other collectives
             by_rank = [Said(*of_rank) for of_rank in self.compare()]
         axis = f"axis {self.channel.axis_name!r}"
-        applied = (
-            "What the step before this one made of them was applied: load a checkpoint."
-            if late
-            else "Nothing of this step was applied."
-        )
+        applied = "Nothing of this step was applied."
+        if late:
+            applied = "What the step before this one made of them was applied: load a checkpoint."
         steps = {said.step for said in by_rank}
         if len(steps) > 1:
             at = ["in no train step" if said.step is None else f"at step {said.step}" for said in by_rank]

@@ -268,11 +268,7 @@ class _Shape(str):
 
 def _mapped_size(name: str, given: int | None, leaves: list[Any], dims: list[int | None]) -> int:
     """The size of an axis, which mapped `leaves` have, and which may be `given`."""
-    mapped = [
-        (leaf, dim)
-        for leaf, dim in zip(leaves, dims, strict=True)
-        if dim is not None and isinstance(leaf, torch.Tensor)
-    ]
+    mapped = [(x, dim) for x, dim in zip(leaves, dims, strict=True) if dim is not None and isinstance(x, torch.Tensor)]
     if not traced.recording():
         traced.refuse_script()  # torch.jit.trace gives sizes as tensors
         tree.check_dense([leaf for leaf, _ in mapped], [leaf for leaf, _ in mapped], f"axis {name!r}: mapped arguments")

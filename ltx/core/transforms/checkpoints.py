@@ -43,9 +43,6 @@ def _run_again(fn: Callable[..., Any]) -> Callable[..., Any]:
     return again
 
 
-# --- torch's three classes -------------------------------------------------------------------------------------------
-
-
 class _Frame(_CheckpointFrame):
     def __init__(self, recompute_fn: Callable[..., Any], *args: Any, **kwargs: Any):
         super().__init__(_run_again(recompute_fn), *args, **kwargs)

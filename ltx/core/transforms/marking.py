@@ -290,9 +290,6 @@ def mark_in_graph(
     return Marked(at_places(leaves, wanted, outs[: len(wanted)]), tie)
 
 
-# --- sync_gradients ---------------------------------------------------------------------------------------------------
-
-
 @checked("strategy")
 def sync_gradients(
     grads: Tree, strategy: Strategy | None = None, sync_state: SyncState | None = None, *, axis: Any = None

@@ -23,7 +23,7 @@ from ltx.core.base import kernel
 from ltx.core.base import tree as trees
 from ltx.core.base.arguments import brief, checked, seconds, shown
 from ltx.core.base.errors import PeerLostError, TreeError, WorldError
-from ltx.core.comm.backends import looking_out
+from ltx.core.comm.backends import let_go, looking_out
 from ltx.core.ranks.axis import DEFAULT_NAME, Axis, set_world_axes
 from ltx.core.transforms.strategy import Strategy
 from ltx.core.world.failures import note_uncaught
@@ -247,7 +247,7 @@ def _start(asked: Mapping[str, Any]) -> Session:
         if world.device.index is not None:
             torch.accelerator.set_device_index(world.device.index)
         held: list[Any] = []
-        undo.callback(comm.let_go, held)  # this is undone last
+        undo.callback(let_go, held)  # this is undone last
         meeting = None
         if not dist.is_initialized() and placement.master is not None:
             meeting = make_group(placement, world, timeout, heartbeat.total_seconds(), undo, meanwhile)
