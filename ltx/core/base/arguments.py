@@ -154,8 +154,7 @@ class Offering(Generic[R]):
     @property
     def offers(self) -> R:
         follow = {f.name: of(self) for f in fields(self._kind) if (of := f.metadata.get("follows")) is not None}
-        found: R = self._kind(**follow)
-        return found
+        return cast(R, self._kind(**follow))
 
     def __getattr__(self, name: str) -> Any:  # type checkers don't see that `kind` has it
         if name in self._gone:

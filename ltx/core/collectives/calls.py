@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -211,8 +211,7 @@ def negotiate_tree(
 
 
 def traced_axis(key: str) -> Axis:
-    axis: Axis = traced.kept(key)
-    return axis
+    return cast(Axis, traced.kept(key))
 
 
 @traced.at_trace_time
@@ -275,5 +274,4 @@ def scale_gradient(value: Tree, axis: Any, grad_scale: GradScale, factor: Callab
 
 @traced.node
 def scaled_in_graph(x: torch.Tensor, factor: float) -> torch.Tensor:
-    scaled: torch.Tensor = ScaledGradient.apply(x, factor)
-    return scaled
+    return cast(torch.Tensor, ScaledGradient.apply(x, factor))

@@ -11,7 +11,7 @@ All work along dim. With ``tiled`` the ranks' parts are concatenated along dim, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -304,5 +304,4 @@ class AllGatherGrad:
     @staticmethod
     def apply(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
         """Gather `tensor` from the ranks of `group` (an axis in any form; None as in :func:`ltx.psum`)."""
-        gathered: torch.Tensor = all_gather(tensor, group)
-        return gathered
+        return cast(torch.Tensor, all_gather(tensor, group))

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
@@ -386,8 +386,7 @@ class Channel:
 
     def group_for(self, device: torch.device) -> dist.ProcessGroup:
         ordered = self.stream_group if self.orders_streams(device) else None
-        group: dist.ProcessGroup = ordered.group if ordered else self.group
-        return group
+        return cast(dist.ProcessGroup, ordered.group if ordered else self.group)
 
     def issue(
         self,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from operator import mul
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -62,8 +62,7 @@ class StepSummary(NamedTuple):
 
     def mean(self, dtype: torch.dtype) -> torch.Tensor:
         if isinstance(self.total, torch.Tensor):
-            mean: torch.Tensor = (self.total / self.weight).to(dtype)
-            return mean
+            return cast(torch.Tensor, (self.total / self.weight).to(dtype))
         return torch.full((), self.total / self.weight if self.weight else math.nan, dtype=dtype, device="cpu")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -156,5 +156,4 @@ def states_after(
         for member, state in states.items():
             if state:
                 entries[paths[member]].update(state)
-    after: dict[str, LeafState] = tree.detached(entries) if entries else {}
-    return after
+    return cast(dict[str, LeafState], tree.detached(entries)) if entries else {}
