@@ -229,7 +229,9 @@ def interfaces() -> dict[str, str]:
 def check_mesh(mesh: Mesh, world: World) -> None:
     for name, size in mesh:
         if not isinstance(name, str) or not name or not isinstance(size, int) or size < 1:
-            raise WorldError(f"mesh={dict(mesh)!r}: expected names with sizes of at least 1, got {name!r}: {size!r}.")
+            raise WorldError(
+                f"mesh={dict(mesh)!r}: expected axis names with sizes of at least 1, got {name!r}: {size!r}."
+            )
     product = math.prod(size for _, size in mesh)
     if not mesh or product != world.size:
         sizes = " * ".join(str(size) for _, size in mesh) or "no axes"
