@@ -138,7 +138,11 @@ class Work:
 
     def _order(self, work: dist.Work, group: StreamGroup) -> None:
         """Make the current stream wait for `work`. Raises if the work has failed: its buffer holds garbage then."""
-        self._ask(work.wait)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._explain(error)
+            raise
         if group.cut_off or group.failed:
             self._channel.check_device(group, self.number, self._label)
 
@@ -164,11 +168,14 @@ class Work:
         try:
             return ask()
         except RuntimeError as error:
-            try:
-                self._channel.explain(error, self.number, self._label)
-            finally:
-                self._channel.peers.done()
+            self._explain(error)
             raise
+
+    def _explain(self, error: RuntimeError) -> None:
+        try:
+            self._channel.explain(error, self.number, self._label)
+        finally:
+            self._channel.peers.done()
 
     def _pass(self, work: TransportWork, began: float) -> None:
         channel = self._channel
