@@ -325,9 +325,8 @@ def weighted_mean(value: Tree, weight: torch.Tensor | float, axis: Any = None) -
     dtypes = [wide(_mean_dtype(x.dtype)) for x in leaves]
     w = _as_tensor(weight, leaves, dtypes)
     terms = [_term(x.to(dtype), w.to(x.device, _real(dtype))) for x, dtype in zip(leaves, dtypes, strict=True)]
-    # The number of negative weights is summed together with the weights, so that all ranks raise or none does. By an
-    # addition and not torch.stack: if one has no tangent, torch 2.13 stacks a tangent without memory, and code that
-    # Inductor compiled crashes when it reads that (SIGSEGV).
+    # The number of negative weights is summed too, so that all ranks raise or none does. Not by torch.stack: if one has
+    # no tangent, torch 2.13 stacks one without memory, and what Inductor compiled crashes when it reads it (SIGSEGV).
     negatives = (w < 0).to(w.dtype)
     counted = torch.nn.functional.pad(w.unsqueeze(0), (0, 1)) + torch.nn.functional.pad(negatives.unsqueeze(0), (1, 0))
     sums = psum({"value": tree.unflatten(spec, terms), "weight": counted}, axis)

@@ -266,8 +266,7 @@ def _prepare_trace(optimizer: TorchOptimizer) -> str:
 def apply_in_graph(key: str, names: tuple[tuple[str, ...], ...], *tensors: Tensor) -> tuple[Tensor, ...]:
     """The new parameters and states, from ``tensors = (*gradients, *parameters, *states)``."""
     optimizer, count = traced.kept(key), len(names)
-    # Compilers turn an operation on lists (foreach) into one kernel, and compile it faster. torch.func has no rules for
-    # it.
+    # Compilers make one kernel of an operation on lists (foreach), and sooner. torch.func has no rules for it.
     traced_in_lists = traced.recording() and not private.in_transform()
     if traced_in_lists and traced.only_asked_for_shapes():
         return tuple(map(torch.empty_like, tensors[count:]))

@@ -58,8 +58,7 @@ class Kernel:
         """The state that torch would create at the first step of `param`, from its shape, dtype and device alone."""
         counted = {"step": torch.tensor(0.0, device="cpu")} if self._counts else {}
         if self._is(torch.optim.SGD):
-            # torch starts the buffer as a copy of the first gradient. With a buffer of -0.0, momentum * buffer +
-            # gradient is bit-equal to that copy.
+            # torch starts with a copy of the first gradient, to which momentum * -0.0 + gradient is bit-equal.
             return {"momentum_buffer": torch.full_like(param, -0.0)} | counted if self.group["momentum"] else {}
         if self._is(torch.optim.SparseAdam):
             return {key: torch.zeros_like(param) for key in ("exp_avg", "exp_avg_sq")} | counted

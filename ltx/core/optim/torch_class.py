@@ -67,14 +67,12 @@ class ClassOptimizer(Optimizer):
     _varying: ClassVar[dict[str, Any]]  # scheduled or adjustable hyperparameters
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "start_step", whole("from_torch: start_step", self.start_step, 0, OptimError))
+        start_step = whole("from_torch: start_step", self.start_step, 0, OptimError)
+        kwargs = check_arguments(self.cls, self.lr, self.kwargs)
+        varying = {name: value for name, value in {"lr": self.lr, **kwargs}.items() if _varies(self.cls, name, value)}
+        vars(self).update(start_step=start_step, kwargs=MappingProxyType(kwargs), _compared=frozenset(kwargs.items()))
         # Dynamo can't read a mapping proxy in a compiled step that has changed a dict before.
-        object.__setattr__(self, "_kwargs", check_arguments(self.cls, self.lr, self.kwargs))
-        object.__setattr__(self, "kwargs", MappingProxyType(self._kwargs))
-        object.__setattr__(self, "_compared", frozenset(self._kwargs.items()))
-        given = {"lr": self.lr, **self._kwargs}
-        varying = {name: value for name, value in given.items() if _varies(self.cls, name, value)}
-        object.__setattr__(self, "_varying", varying)
+        vars(self).update(_kwargs=kwargs, _varying=varying)
 
     @property
     def _hyper(self) -> Tree:

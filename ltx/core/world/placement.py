@@ -124,8 +124,7 @@ def node_of(rank: int, size: int, local_rank: int, local_size: int) -> tuple[int
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
 _RESERVED_NAMES = ("batch", "extern", "interactive", "pending")
 
-# Steps of one job get different ports if their ids differ by less than the number of ports. Jobs with consecutive ids
-# get different ports if each has fewer steps than this.
+# Steps of one job get different ports, and so do jobs with consecutive ids, if each has fewer steps than this.
 _STEPS_BETWEEN_JOBS = 101
 
 _GROUP = re.compile(r"\[([0-9]+)(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\]")

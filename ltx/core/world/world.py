@@ -119,9 +119,8 @@ class _Process:
     """The session of this process: process-wide, because process groups and axes are."""
 
     session: Session | None = None  # the session of the current world
-    #: The number of worlds that this process has been in, equal on all ranks of a world. It is part of a world's keys
-    #: in the store, so that a world made after ``shutdown()`` doesn't read old addresses, and ranks of other numbers
-    #: don't meet.
+    #: The number of worlds that this process has been in, equal on all ranks: a part of the world's keys in the store,
+    #: so that one made after ``shutdown()`` doesn't read old addresses, and ranks of other numbers don't meet.
     worlds: int = 0
     #: Called whenever this process has made a world.
     when_made: list[Callable[[], object]] = field(default_factory=list)
