@@ -187,9 +187,8 @@ count_of_function_modes: Callable[[], int] = _of_torch("torch._C:_len_torch_func
 
 def below_modes() -> AbstractContextManager[object]:
     """A context below the user's modes, which must neither see ltx's messages nor replace them."""
-    if not (count_of_modes() or count_of_function_modes()):
-        return nullcontext()
-    return _both(_NO_DISPATCH(), _NO_FUNCTIONS())
+    under = count_of_modes() or count_of_function_modes()
+    return _both(_NO_DISPATCH(), _NO_FUNCTIONS()) if under else nullcontext()
 
 
 def below_all() -> AbstractContextManager[object]:

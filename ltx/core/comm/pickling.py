@@ -96,10 +96,8 @@ dumps = partial(_pickled, _PeerPickler)
 
 def _on_own_device(values: torch.Tensor, device_type: str, kind: type, requires_grad: bool) -> torch.Tensor:
     """Load a tensor of an accelerator on this process' own accelerator."""
-    moved = values.to(device_type) if accelerator() == device_type else values
-    if kind is torch.nn.Parameter:
-        return torch.nn.Parameter(moved, requires_grad)
-    return moved.requires_grad_(requires_grad)
+    own = values.to(device_type) if accelerator() == device_type else values
+    return torch.nn.Parameter(own, requires_grad) if kind is torch.nn.Parameter else own.requires_grad_(requires_grad)
 
 
 def _of_bytes(moved: torch.Tensor, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:

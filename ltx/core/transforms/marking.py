@@ -193,14 +193,11 @@ def mark(
     return Marked(filled, lambda outs: marker.tie(schedule, tokens, outs, kept), schedule)
 
 
-def _mark_nothing(step_fn: StepSettings, leaves: list[Any], sync_state: SyncState | None, axis: Axis) -> Marked:
-    if sync_state is None or not any(tracked(leaf) for leaf in leaves):
+def _mark_nothing(step_fn: StepSettings, leaves: list[Any], state: SyncState | None, axis: Axis) -> Marked:
+    if state is None or not any(tracked(leaf) for leaf in leaves):
         return Marked(leaves, as_given=True)
     # A blocked step passes the state through unchanged; any other step without communication is counted in it.
-    if step_fn.blocked:
-        kept = [(x, x.detach()) for x in tree.flatten(sync_state)[0]]
-    else:
-        kept = kept_beside(sync_state, set(), ())
+    kept = [(x, x.detach()) for x in tree.flatten(state)[0]] if step_fn.blocked else kept_beside(state, set(), ())
     nothing = ImmediateSchedule(Plan(replace(axis, ranks=Alone()), AllReduce(), (), ()))
     return Marked(leaves, lambda outs: marker.tie(nothing, [], outs, kept), as_given=True)
 
