@@ -78,7 +78,8 @@ def vmap(
         leaves, spec, dims = _mapped_arguments(axis_name, in_dims, args, (*args, named) if named else args)
         size = _mapped_size(axis_name, axis_size, leaves, dims)
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        device = leaves[min(positions, key=lambda i: dims[i] is None)].device if positions else None
+        mapped_first = sorted(positions, key=lambda i: dims[i] is None)
+        device = leaves[mapped_first[0]].device if positions else None
         known: list[Any] = []
 
         def one_rank(_rank: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
