@@ -281,7 +281,7 @@ def broadcast_object(obj: T, src: int = 0, axis: Any = None) -> T:
     a key on which the ranks agree through their store.
 
     Args:
-        obj: any object that cloudpickle can pickle; only `src`'s matters. An accelerator's tensors arrive on one.
+        obj: what cloudpickle can pickle; only `src`'s matters. Tensors of an accelerator arrive on the receiver's.
         src: an index on the axis (not a rank of the world), 0 to n - 1.
         axis: as in :func:`ltx.psum`.
 
