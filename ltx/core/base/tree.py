@@ -160,7 +160,7 @@ def wanted(
 
     Raises unless each pattern matches a path, or one of the `others`, which aren't returned; None: they aren't known.
 
-    >>> sorted(wanted("*.bias", ["head.bias", "head.weight"], LtxError, "labels: "))
+    >>> sorted(wanted("*.bias", ["head.bias", "head.weight"], TreeError, "labels: "))
     ['head.bias']
     """
     found: set[str] = set()
