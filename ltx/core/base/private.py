@@ -140,6 +140,11 @@ def has_tangents() -> bool:
     return forward_ad._current_level >= 0
 
 
+def is_transforming() -> bool:
+    """Whether a ``torch.func`` transform is running, or forward-mode differentiation."""
+    return maybe_current_level() is not None or forward_ad._current_level >= 0
+
+
 #: autograd has a vmap of its own (``is_grads_batched``). These ask whether it wraps a tensor, begin it (returning its
 #: level), end it, wrap a tensor, and unwrap one.
 is_batched_by_autograd: Callable[[torch.Tensor], bool] = _of_torch("torch._C._functorch:is_legacy_batchedtensor")

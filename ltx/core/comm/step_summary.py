@@ -234,7 +234,8 @@ def begin_pass(
     channel = among.first_phase
     axis_comm.under_way = among.under_way = name
     if agreement is not None:
-        among.compare_unusual(channel, agreement)
+        if channel.habit is not None and not channel.habit.expects(agreement.fingerprint, channel.issued):
+            among.compare_unusual(channel, agreement)
         channel.advance(agreement)
     issued = axis_comm.user.digest ^ (channel.digest << 1)
     said = Said(issued, among.passes.step, among.passes.counted, unreduced, isinstance(weight, torch.Tensor))
@@ -248,7 +249,8 @@ def begin_pass(
     numbers = numbers_of([*map(float, mine)], said.digest)
     if reads and channel.transport is not None:
         return IssuedSummary(None, channel, None, weighted, compare, numbers)
-    sent = to_device(torch.tensor(numbers, dtype=torch.float64, device="cpu"), device)
+    sent = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    sent = sent if reads else to_device(sent, device)
     for index, x in () if reads else enumerate((total, weight)):
         if isinstance(x, torch.Tensor):
             sent[index] = x.detach()

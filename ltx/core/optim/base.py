@@ -350,16 +350,11 @@ def check_grads(grads: Sequence[Tensor | None], params: Sequence[Tensor], tree: 
             )
 
 
-def is_transforming() -> bool:
-    """Whether a ``torch.func`` transform is running, or forward-mode differentiation."""
-    return private.maybe_current_level() is not None or private.has_tangents()
-
-
 def differentiated(*lists: Iterable[Tensor]) -> bool:
     """Whether somebody may differentiate what is made of these tensors: then nothing is written in place. Below a
     transform a data-parallel step runs on plain autograd, where tensors say it.
     """
-    if is_transforming():
+    if private.is_transforming():
         return True
     return torch.is_grad_enabled() and any(map(attrgetter("requires_grad"), chain.from_iterable(lists)))
 

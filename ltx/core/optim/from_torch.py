@@ -28,7 +28,6 @@ from ltx.core.optim.base import (
     check_grads,
     check_state,
     donated,
-    is_transforming,
     leaves_like,
 )
 from ltx.core.optim.kernel import Kernel, NotGatheredError, build, fusable, run_aligned, run_pure, side_by_side
@@ -82,7 +81,7 @@ class TorchOptimizer(ClassOptimizer):
         lr = self._values(self.start_step, hyper).get("lr", self.kernel.group["lr"])
         self._traced(lr, 0)  # may be refused
         # the first state depends on shapes alone, so every example of a batch shares it unbatched
-        if is_transforming():
+        if private.is_transforming():
             leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) for leaf in leaves]
         states = [self.kernel.materialise(*leaf, lr=lr) for leaf in zip(leaves, fused, strict=True)]
         return TorchState(spec.unflatten(side_by_side(states)), hyper=hyper)

@@ -68,6 +68,9 @@ tree.register_node(
 _LOST = ...
 
 _NEVER_WRITTEN = "With donate=False the tensors of a state are never written to."
+_WRITING = (
+    f"this TrainState is invalid: a step was left in the middle of its update. Load a checkpoint. {_NEVER_WRITTEN}"
+)
 # The step to which a state was donated, or why it is invalid: one cell, which copies of the state share. It is a list
 # since compiled graphs can't make objects of a class.
 _Lease = list[int | str | None]
@@ -226,14 +229,13 @@ class TrainState(Readable):
 
     def begin_writing(self) -> None:
         """Called before a step writes to this state's tensors: the state is invalid until the step has ended."""
-        self.lease[0] = self._invalid("something failed while its tensors were updated in place", _NEVER_WRITTEN)
-
-    def _invalid(self, what: str, instead: str) -> str:
-        return f"this TrainState (step {self.step}) is invalid: {what}. Load a checkpoint. {instead}"
+        self.lease[0] = _WRITING
 
     def invalidate(self, what: str, error: BaseException, instead: str = _NEVER_WRITTEN) -> None:
         """Mark this state as invalid, because of `what`, when there was an `error`: reading it raises."""
-        why = self.lease[0] = self._invalid(f"{what} ({type(error).__name__}: {error})", instead)
+        because = f"{what} ({type(error).__name__}: {error})"
+        why = f"this TrainState (step {self.step}) is invalid: {because}. Load a checkpoint. {instead}"
+        self.lease[0] = why
         for name in _WRITTEN:
             self.__dict__.pop(f"held_{name}", None)
         if self.module is not None and self.module.shows is self.lease:

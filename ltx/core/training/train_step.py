@@ -17,7 +17,6 @@ from ltx.core.base.handed_in import HandedIn
 from ltx.core.gradients.exchange import Exchange
 from ltx.core.gradients.planning import in_step, requires_grad
 from ltx.core.optim import Optimizer
-from ltx.core.optim.base import is_transforming
 from ltx.core.ranks.axis import Axis
 from ltx.core.training.follower import compiled, follow
 from ltx.core.training.made_for import adopted, check_made_for, layout_for
@@ -240,7 +239,7 @@ class TrainStep(TrainSettings):
             if state.left:
                 warnings.warn(_LEFT.format(state.left[1]), UserWarning, stacklevel=3)
         leaves, spec = tree.flatten(params) if resolved is None else (resolved.leaves, resolved.spec)
-        buffers, transforming = state.held_buffers, is_transforming()
+        buffers, transforming = state.held_buffers, private.is_transforming()
         if not transforming and torch.is_grad_enabled():
             # Somebody may differentiate the next state. If the step reuses memory, the batch doesn't count.
             given: Any = () if self.donate and not in_step.get() else [batch]
@@ -290,7 +289,7 @@ class TrainStep(TrainSettings):
 
     def _begun(self, x: torch.Tensor) -> torch.Tensor:
         """`x`; detached if it is a module's parameter, or a leaf whose memory steps will reuse."""
-        reused = self.donate and not is_transforming() and not in_step.get()  # derivatives need the old values
+        reused = self.donate and not private.is_transforming() and not in_step.get()  # derivatives need the old values
         return x.detach() if x.is_leaf and (reused or isinstance(x, torch.nn.Parameter)) else x
 
     def _compare(self, state: TrainState, axis: Axis, batch: Batch) -> None:
