@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import reduce
-
 import pytest
 import torch
 from torch import Tensor
@@ -17,43 +15,11 @@ from ltx.strategies.qadam import MeanMomentum
 from tests.kinds import Ranks
 from tests.train_on import mine, refuses
 
-#: The dtype in which each of the stateless hooks sends what is wider.
-HOOKS = {"allreduce": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 OUTER = [Scaled(hooks.FP16()), ByNode(2, hooks.FP16()), ByNode(2, hooks.FP16(), (2,)), MeanMomentum(0.9)]
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-
-
-def slow_twin(name: str, grads: Tensor) -> Tensor:
-    """The mean over dim 0: each share is rounded, then they are summed as they are."""
-    dtype = HOOKS[name] if HOOKS[name] and grads.dtype.itemsize > 2 else grads.dtype
-    return reduce(torch.add, [(grad / len(grads)).to(dtype) for grad in grads]).to(grads.dtype)
 
 
 def synced(name: str, grad: Tensor) -> Tensor:
     return ltx.sync_gradients([grad], ltx.DDPStrategy(comm_hook=name))[0][0]
-
-
-@pytest.mark.full(but=4)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", HOOKS)
-def test_mean(name: str, dtype: torch.dtype, ranks: Ranks, seed: int) -> None:
-    grads = (100 * torch.randn(2, 5, 7)).to(dtype)
-    expected = slow_twin(name, grads)
-    real = ranks(2).run(lambda: synced(name, grads[ltx.world().rank])).replicated()
-    simulated = ltx.vmap(lambda g: synced(name, g))(grads)
-    for got in (real, *simulated):
-        assert got.dtype == dtype
-        assert torch.equal(got, expected)
-    assert torch.equal(synced(name, grads[0]), slow_twin(name, grads[:1]))
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("name", HOOKS)
-def test_what_isnt_finite_reaches_every_rank_as_such(name: str, value: float, ranks: Ranks) -> None:
-    xs = torch.ones(2, 4)
-    xs[1, 2] = value
-    found = ranks(2).run(lambda: synced(name, mine(xs))).replicated()
-    torch.testing.assert_close(found, xs[1], rtol=0, atol=0, equal_nan=True)
 
 
 def test_fp16_divides_before_it_rounds_and_overflows_alike(ranks: Ranks) -> None:

@@ -11,9 +11,7 @@ from torch import Tensor
 
 import ltx
 from ltx.errors import AxisError, StrategyError
-from ltx.strategies.bagua import ALGORITHMS
 from tests.kinds import Ranks
-from tests.train_on import said
 
 
 def test_all_that_a_strategy_does_is_the_algorithms() -> None:
@@ -31,19 +29,6 @@ def test_replace_changes_the_algorithm_too() -> None:
     assert dataclasses.replace(strategy, algorithm="low_precision_decentralized").communicates_after_update(3)
     with pytest.raises(StrategyError, match="has no field 'communication_interval'"):
         dataclasses.replace(strategy, algorithm="bytegrad")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Demanding(ltx.Strategy):
-    """An algorithm with a field that has no default."""
-
-    warmup_steps: int
-
-
-def test_an_algorithm_may_need_a_field(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ALGORITHMS, "qadam", (__name__, "Demanding"))
-    assert ltx.BaguaStrategy("qadam", warmup_steps=3).inner == Demanding(warmup_steps=3)
-    assert said(StrategyError, ltx.BaguaStrategy, "qadam") == "BaguaStrategy('qadam') needs warmup_steps=."
 
 
 @pytest.mark.parametrize(
