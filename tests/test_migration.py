@@ -6,23 +6,16 @@ import ast
 import inspect
 import os
 import re
-import socket
 import subprocess
 import sys
 import typing
-from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 import ltx
-from ltx.errors import WorldError
-from tests.kinds import Ranks
 from tests.train_on import refuses
 
 TESTS = Path(__file__).parent
@@ -32,6 +25,9 @@ PAGE = TESTS.parent / "docs" / "coming-from" / "lightning-names.md"
 # --- the names, and the tests that show what stands for them ----------------------------------------------------------
 
 HERE = "test_migration.py::"
+DONE = "contract/strategies/test_conformance.py::test_processes_do_what_the_reference_says"
+WORLD = "internal/world/test_launchers.py::test_placements"
+FIELDS = "internal/world/test_init.py::test_process_fields_of_a_strategy"
 ALONE = "contract/conformance/test_properties.py::test_a_world_of_one_is_one_simulated_rank"
 TOLD = "contract/strategies/test_failures.py::test_peers_are_told_and_the_step_can_be_done_again"
 REDUCED = "contract/collectives/test_reduce.py::test_defaults_and_what_passes_through"
@@ -39,15 +35,15 @@ REDUCED = "contract/collectives/test_reduce.py::test_defaults_and_what_passes_th
 #: What several classes have in common.
 SHARED = {
     "accelerator": "internal/world/test_launchers.py::test_devices",
-    "parallel_devices": "internal/world/test_launchers.py::test_placements",
-    "cluster_environment": "internal/world/test_launchers.py::test_placements",
+    "parallel_devices": WORLD,
+    "cluster_environment": WORLD,
     "checkpoint_io": "contract/checkpoint/test_resume.py::test_every_strategy_goes_on_bit_for_bit",
     "precision_plugin": "contract/training/test_mixed_precision.py::test_what_overflows_on_one_rank_is_skipped_by_all",
     "barrier": "contract/comm/test_axis_comm.py::test_barriers_of_which_one_is_known",
     "broadcast": "internal/collectives/test_objects.py::test_objects_arrive",
     "reduce": REDUCED,
     "teardown": "internal/world/test_init.py::test_teardown_after_an_exception_and_again",
-    "root_device": HERE + "test_the_world_s_properties",
+    "root_device": "internal/world/test_launchers.py::test_devices",
 }
 
 
@@ -58,7 +54,7 @@ def shared(*names: str) -> dict[str, str]:
 #: By section of the page: each documented name, and the tests (file::function) that show what stands for it.
 NAMES: dict[str, dict[str, str]] = {
     "HorovodStrategy": {
-        "HorovodStrategy": "contract/strategies/test_conformance.py::test_processes_do_what_the_reference_says",
+        "HorovodStrategy": DONE,
         **shared("accelerator", "parallel_devices", "checkpoint_io", "precision_plugin", "teardown", "root_device"),
         "all_gather(result, group, sync_grads)": "contract/collectives/test_uneven.py::test_all_gather",
         "barrier(*args)": "internal/collectives/test_objects.py::test_barriers",
@@ -83,15 +79,15 @@ NAMES: dict[str, dict[str, str]] = {
         "block_backward_sync": "contract/transforms/test_block.py::test_blocked_then_synchronised_is_the_plain_step",
         "reconciliate_processes(trace)": TOLD,
         "reduce_boolean_decision(decision)": "contract/collectives/test_reduce.py::test_boolean_decisions",
-        "is_global_zero": HERE + "test_the_world_s_properties",
+        "is_global_zero": WORLD,
         **shared("teardown", "root_device"),
     },
     "BaguaStrategy": {
-        "BaguaStrategy": "contract/strategies/test_conformance.py::test_processes_do_what_the_reference_says",
-        "algorithm": HERE + "test_baguas_fields",
-        "flatten": HERE + "test_baguas_fields",
+        "BaguaStrategy": DONE,
+        "algorithm": DONE,
+        "flatten": DONE,
         **shared("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
-        "**bagua_kwargs": HERE + "test_baguas_fields",
+        "**bagua_kwargs": "internal/strategies/test_bagua.py::test_replace_changes_the_algorithm_too",
         **shared("barrier", "broadcast", "reduce"),
         "teardown": "internal/strategies/test_async.py::test_nodes_go_at_their_own_pace_and_end_together",
         "lightning_module": "contract/transforms/test_data_parallel.py::test_ways_to_wrap",
@@ -106,18 +102,18 @@ NAMES: dict[str, dict[str, str]] = {
             "contract/strategies/test_ddp.py::test_models_are_averaged_only_where_asked_for "
             "contract/strategies/test_conformance.py::test_processes_do_what_the_reference_says"
         ),
-        "process_group_backend": HERE + "test_a_strategy_s_backend_and_timeout_reach_init",
-        "timeout": HERE + "test_a_strategy_s_backend_and_timeout_reach_init",
+        "process_group_backend": FIELDS,
+        "timeout": FIELDS,
         "start_method": "contract/runtime/test_launch.py::test_a_strategys_way_to_start",
         "**kwargs": HERE + "test_ddps_own_arguments_are_refused",
         **shared("barrier", "broadcast", "reduce", "teardown", "root_device"),
-        "on_exception(exception)": HERE + "test_ranks_may_use_different_parameters",
+        "on_exception(exception)": ("contract/transforms/test_data_parallel.py::test_equal_to_ddp_and_to_one_process"),
         "optimizer_step(optimizer, closure, model)": (
             "contract/training/test_train_step.py::test_a_step_that_raises_leaves_the_state_as_it_was"
         ),
         "setup": "contract/training/test_train_step.py::test_init_takes_rank_0s_values_and_copies",
         "setup_environment": "internal/world/test_init.py::test_one_process_under_torchrun_has_a_group",
-        "is_distributed": HERE + "test_the_world_s_properties",
+        "is_distributed": WORLD,
     },
     "utilities.distributed": {
         "AllGatherGrad(tensor, group)": "contract/collectives/test_gather.py::test_all_gather_grad_on_a_subgroup",
@@ -233,80 +229,12 @@ def test_behind_every_row_stands_a_test() -> None:
         assert name in {item.name for item in defined if isinstance(item, ast.FunctionDef)}, node
 
 
-# --- the strategies' methods ------------------------------------------------------------------------------------------
-
-
-def test_the_world_s_properties(ranks: Ranks) -> None:
-    def run() -> tuple[Any, ...]:
-        world = ltx.world()
-        return world.is_global_zero, world.is_distributed, world.root_device == world.device
-
-    assert list(ranks(3).run(run)) == [(True, True, True), (False, True, True), (False, True, True)]
-    assert (ltx.world().is_global_zero, ltx.world().is_distributed) == (True, False)  # theirs: always True
-
-
-def test_ranks_may_use_different_parameters(ranks: Ranks) -> None:
-    """Where DDP, and Lightning's on_exception, ask for find_unused_parameters=True."""
-
-    def run() -> list[dict[str, Tensor]]:
-        rank = int(ltx.axis_index())
-        params = {name: torch.ones(2) for name in "abc"}
-        step = ltx.data_parallel(lambda params, x: (params["abc"[rank]] * x).sum() if rank < 2 else x.sum())
-        train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
-        x = torch.tensor([3.0, 6.0])
-        found = torch.func.grad(step)(params, x)
-        return [found, ltx.tree.map(lambda w: 1 - w, train(train.init(params), x)[0].params)]
-
-    for found in ranks(3).run(run).replicated():
-        assert {name: x.tolist() for name, x in found.items()} == {"a": [1.0, 2.0], "b": [1.0, 2.0], "c": [0.0, 0.0]}
-
-
 # --- the strategies' arguments ----------------------------------------------------------------------------------------
 
 
 def test_ddps_own_arguments_are_refused() -> None:
     for name in ("find_unused_parameters", "static_graph", "bucket_cap_mb", "gradient_as_bucket_view"):
         refuses(TypeError, f"unexpected keyword argument '{name}'", ltx.DDPStrategy, **{name: True})
-
-
-def test_baguas_fields() -> None:
-    names = ["gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized"]
-    for name in names:
-        assert ltx.BaguaStrategy(name, flatten=True).hook(0) == ltx.BaguaStrategy(name).hook(0)
-    assert ltx.BaguaStrategy("qadam", warmup_steps=3).algorithm == "qadam"
-    assert ltx.BaguaStrategy("async", sync_interval_ms=500).algorithm == "async"
-    assert ltx.BaguaStrategy("bytegrad", hierarchical=True, node_size=2) != ltx.BaguaStrategy("bytegrad")
-    with pytest.raises(ValueError, match=r"BaguaStrategy\('bytegrad'\) has no field 'communication_interval'"):
-        ltx.BaguaStrategy("bytegrad", communication_interval=2)
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """``launched(n)`` makes this process rank 0 of n under torchrun; the others don't come."""
-
-    def as_rank_0(size: int) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        environment = {"RANK": "0", "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        for name, value in environment.items():
-            monkeypatch.setenv(name, str(value))
-
-    yield as_rank_0
-    ltx.shutdown()
-
-
-def test_a_strategy_s_backend_and_timeout_reach_init(launched: Callable[[int], None]) -> None:
-    launched(2)
-    with pytest.raises(WorldError, match=r"rank 0 of 2 couldn't set up .*\(gloo\) at 127.0.0.1:\d+ within 0.5 s"):
-        ltx.init(ltx.DDPStrategy(timeout=timedelta(seconds=0.5)))
-    launched(1)
-    with pytest.raises(WorldError, match=r"rank 0 of 1 couldn't set up torch.distributed \(smoke\)"):
-        ltx.init(ltx.DDPStrategy(process_group_backend="smoke"))
-    with ltx.init(ltx.DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=7))) as world:
-        assert (world.backend, dist.get_backend()) == ("gloo", "gloo")
-        with pytest.raises(WorldError, match=r"timeout=datetime.timedelta\(seconds=7\) and now with"):
-            ltx.init(timeout=timedelta(seconds=8))
 
 
 # --- whole loops, before and after ------------------------------------------------------------------------------------
