@@ -22,8 +22,6 @@ TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "coming-from" / "lightning-names.md"
 
 
-# --- the names, and the tests that show what stands for them ----------------------------------------------------------
-
 HERE = "test_migration.py::"
 DONE = "contract/strategies/test_conformance.py::test_processes_do_what_the_reference_says"
 WORLD = "internal/world/test_launchers.py::test_placements"
@@ -65,7 +63,7 @@ NAMES: dict[str, dict[str, str]] = {
         ),
         'reduce(tensor, group, reduce_op="mean")': REDUCED,
         "setup(trainer)": (
-            "internal/strategies/test_pieces.py::test_scaled_learning_rates "
+            "internal/strategies/test_bagua.py::test_scaled_learning_rates "
             "contract/training/test_train_step.py::test_init_takes_rank_0s_values_and_copies"
         ),
         "handles_gradient_accumulation": (
@@ -75,7 +73,7 @@ NAMES: dict[str, dict[str, str]] = {
     "ParallelStrategy": {
         "ParallelStrategy": "contract/test_extend.py::test_a_strategy",
         **shared("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
-        "all_gather": "contract/collectives/test_gather.py::test_without_sync_grads_the_result_is_a_constant",
+        "all_gather": "contract/collectives/test_scatter.py::test_without_sync_grads_the_result_is_a_constant",
         "block_backward_sync": "contract/transforms/test_block.py::test_blocked_then_synchronised_is_the_plain_step",
         "reconciliate_processes(trace)": TOLD,
         "reduce_boolean_decision(decision)": "contract/collectives/test_reduce.py::test_boolean_decisions",
@@ -116,9 +114,9 @@ NAMES: dict[str, dict[str, str]] = {
         "is_distributed": WORLD,
     },
     "utilities.distributed": {
-        "AllGatherGrad(tensor, group)": "contract/collectives/test_gather.py::test_all_gather_grad_on_a_subgroup",
-        "AllGatherGrad.forward": "contract/collectives/test_gather.py::test_all_gather_grad_on_a_subgroup",
-        "AllGatherGrad.backward": "contract/collectives/test_gather.py::test_all_gather_grad_on_a_subgroup",
+        "AllGatherGrad(tensor, group)": "contract/collectives/test_scatter.py::test_all_gather_grad_on_a_subgroup",
+        "AllGatherGrad.forward": "contract/collectives/test_scatter.py::test_all_gather_grad_on_a_subgroup",
+        "AllGatherGrad.backward": "contract/collectives/test_scatter.py::test_all_gather_grad_on_a_subgroup",
         "all_gather_ddp_if_available(tensor, group, sync_grads)": ALONE,
         "gather_all_tensors(result, group)": "contract/collectives/test_uneven.py::test_gather_all_tensors",
         "init_dist_connection(cluster_environment, backend, global_rank, world_size, **kwargs)": (
@@ -132,8 +130,6 @@ NAMES: dict[str, dict[str, str]] = {
     },
 }
 
-
-# --- the page ---------------------------------------------------------------------------------------------------------
 
 CODE = re.compile(r"`([^`]+)`")
 
@@ -229,15 +225,10 @@ def test_behind_every_row_stands_a_test() -> None:
         assert name in {item.name for item in defined if isinstance(item, ast.FunctionDef)}, node
 
 
-# --- the strategies' arguments ----------------------------------------------------------------------------------------
-
-
 def test_ddps_own_arguments_are_refused() -> None:
     for name in ("find_unused_parameters", "static_graph", "bucket_cap_mb", "gradient_as_bucket_view"):
         refuses(TypeError, f"unexpected keyword argument '{name}'", ltx.DDPStrategy, **{name: True})
 
-
-# --- whole loops, before and after ------------------------------------------------------------------------------------
 
 DIFFS = ("accelerate", "ddp", "fabric", "horovod", "lightning")
 

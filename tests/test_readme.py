@@ -165,9 +165,6 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert path.exists(), target
 
 
-# --- tables -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.full
 def test_the_bytes_of_each_hook() -> None:
     from benchmarks.models import Transformer

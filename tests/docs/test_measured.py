@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import ltx
+from tests.kinds import Ranks
 from tests.test_readme import DOCS, blocks_of, run_in_order
 
 PAGE = "write-a-hook.md"
@@ -74,3 +75,21 @@ def test_simulated_ranks_and_one_alone(tmp_path: Path) -> None:
     expected = torch.stack([g.square().sum() for g in grads]).mean() * 0.1
     torch.testing.assert_close(own, expected.expand(4))
     torch.testing.assert_close(mean, (torch.stack(grads).mean(0).square().sum() * 0.1).expand(4))
+
+
+# The loader of the page on checkpoints: workers of two ranks draw different numbers, and the same ones again.
+LOADERS = DOCS / "how-to" / "checkpoint.md"
+
+
+def test_workers_of_ranks_draw_their_own(ranks: Ranks, tmp_path: Path) -> None:
+    def run() -> Any:
+        blocks = [
+            block for block in blocks_of(LOADERS) if "DataLoader" in block.code or block.code.startswith("import")
+        ]
+        found = run_in_order(str(LOADERS), blocks, str(tmp_path))
+        return found["seen"] % 1, found["gathered"] % 1
+
+    (first, gathered), (second, _) = ranks(2).run(run)
+    assert gathered[0].equal(first)
+    assert gathered[1].equal(second)
+    assert not {*first.tolist()} & {*second.tolist()}

@@ -105,7 +105,7 @@ MUTANTS = (
         old="return x.narrow(at, rank * length, length)",
         new="return x.narrow(at, (rank + 1) % size * length, length)",
         breaks="between processes each rank gets another one's samples than simulated",
-        tests=("tests/contract/collectives/test_ranks.py",),
+        tests=("tests/contract/collectives/test_index.py",),
     ),
     Mutant(
         name="collectives: rank_seed without the rank",
@@ -113,7 +113,7 @@ MUTANTS = (
         old="z = (seed + (found.ranks.rank + 1) * 0x9E3779B97F4A7C15)",
         new="z = (seed + 0x9E3779B97F4A7C15)",
         breaks="all ranks draw the same numbers",
-        tests=("tests/contract/collectives/test_ranks.py",),
+        tests=("tests/contract/collectives/test_index.py",),
     ),
     Mutant(
         name="collectives: uneven parts joined with their padding",

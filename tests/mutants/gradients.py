@@ -28,7 +28,7 @@ MUTANTS = (
         old="if not all(earlier.completed is not None or earlier.phase > pending.phase for earlier in before):",
         new="if False:",
         breaks="second collectives of buckets go out as the first ones complete, which is another order on each rank",
-        tests=("tests/internal/gradients/test_pending.py",),
+        tests=("tests/internal/gradients/test_buckets.py",),
     ),
     Mutant(
         name="gradients: the hook's scale isn't applied to large gradients",

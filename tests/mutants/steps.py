@@ -133,7 +133,7 @@ MUTANTS = (
         new="if all(x == x for x in sums):",
         breaks="infinite gradients pass the guard",
         tests=(
-            "tests/internal/training/test_not_finite.py",
+            "tests/internal/optim/test_unless.py",
             "tests/contract/training/test_guard.py::test_infinite_ones_on_several_ranks_are_listed",
         ),
     ),

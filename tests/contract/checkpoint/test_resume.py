@@ -69,9 +69,6 @@ def test_every_strategy_goes_on_bit_for_bit(name: str, how: str, ranks: Ranks, s
         assert_same(end, other_end)
 
 
-# --- dropout, data, buffers ------------------------------------------------------------------------------------------
-
-
 def with_dropout(p: Params, buffers: Params, x: Tensor) -> Any:
     hidden = torch.nn.functional.dropout(torch.tanh(x @ p["w"]), 0.5)
     noise = 1e-3 * (random.random() + np.random.rand())
@@ -204,8 +201,6 @@ def test_a_loss_scale_goes_on(tmp_path: Path) -> None:
     assert_same(state, ltx.checkpoint.load(tmp_path, train.init(torch.ones(3))).state)
     assert state.loss_scale.scale == 16.0
 
-
-# --- other numbers of ranks, buckets, hooks --------------------------------------------------------------------------
 
 FEEDBACK = ltx.hooks.ByteGrad(error_feedback=True)
 

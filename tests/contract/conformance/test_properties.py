@@ -40,8 +40,6 @@ COMPLEX = (torch.complex64, torch.complex128)
 ALL_DTYPES = (torch.bool, *INTEGERS, *FLOATS, *COMPLEX)
 REAL_DTYPES = (torch.bool, *INTEGERS, *FLOATS)
 
-# --- the collectives -------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Op:
@@ -216,9 +214,6 @@ def fixed(name: str, **arguments: Any) -> tuple[Callable[..., Tensor], Callable[
     return functools.partial(op.call, **arguments), functools.partial(op.reference, **arguments)
 
 
-# --- what hypothesis draws -------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Example:
     """A call of a collective by n ranks; `stacked` is the tree of all ranks' tensors, ranks in front."""
@@ -284,9 +279,6 @@ def examples(draw: Any, name: str, n: int | None = None, dtypes: tuple[torch.dty
         max_leaves=4,
     )
     return Example(name, size, arguments, draw(trees))
-
-
-# --- the properties --------------------------------------------------------------------------------------------------
 
 
 def _same(got: Any, want: Any) -> None:
@@ -375,9 +367,6 @@ def test_cotangents(name: str, data: st.DataObject) -> None:
         if op.linear:
             backward = (x_bar * x)[:1] if name == "pvary" else x_bar * x
             torch.testing.assert_close((y_bar * y).sum(), backward.sum())
-
-
-# --- processes -------------------------------------------------------------------------------------------------------
 
 
 def _own_way(tree: Any, rank: int) -> Any:

@@ -209,9 +209,6 @@ def test_is_a_value(name: str) -> None:
     assert not hook.exact or name.startswith("onebit after") or type(hook).__name__ == "After"
 
 
-# --- in a step -------------------------------------------------------------------------------------------------------
-
-
 def loss(params: Grads, x: Tensor) -> Tensor:
     hidden = torch.tanh(x @ params["first"] + params["bias"])
     return (hidden @ params["second"]).pow(2).mean() * params["scale"]

@@ -111,8 +111,7 @@ def test_an_exchange_takes_the_one_in_force(seed: int) -> None:
     torch.testing.assert_close(ltx.vmap(two)(x), start - 0.1 * x.mean(0) - 0.1 * x)
 
 
-# --- what can't work is refused when it is made, not at the step from which on it would be in force ------------------
-
+# What can't work is refused when it is made, not at the step from which on it would be in force.
 WRONG = {
     "needs a request for sums, which ByteGrad": lambda: hooks.chain(hooks.after(10, hooks.ByteGrad()), hooks.BF16()),
     "needs sums of its results, which Adasum": lambda: hooks.chain(hooks.AllReduce(), hooks.after(10, hooks.Adasum())),

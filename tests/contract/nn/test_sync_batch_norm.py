@@ -276,9 +276,6 @@ def test_momentum_as_a_tensor(ranks: Ranks, seed: int) -> None:
     )
 
 
-# --- errors ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (0, 0)], ids=str)
 def test_less_than_two_values(sizes: tuple[int, int], ranks: Ranks) -> None:
     def run() -> str:
@@ -312,9 +309,6 @@ def test_channels_that_differ_between_ranks(ranks: Ranks) -> None:
 )
 def test_arguments_that_do_not_fit(args: Any, kwargs: Any, text: str) -> None:
     refuses((InputError, UnsupportedError), text, sync_batch_norm, *args, **kwargs)
-
-
-# --- modules ---------------------------------------------------------------------------------------------------------
 
 
 class Net(nn.Module):

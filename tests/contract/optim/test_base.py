@@ -164,9 +164,6 @@ def test_torchopts_signature(ranks: Callable[[int], ltx.Pool]) -> None:
     assert ranks(2).run(run).replicated().tolist() == [0.25, 0.25]
 
 
-# --- arguments -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("cls", "kwargs", "text"),
     [
@@ -268,16 +265,10 @@ def test_parameters_must_be_tensors(grad: Any) -> None:
         optimizer.apply({"w": grad}, optimizer.init({"w": torch.ones(1)}), {"w": 2})
 
 
-# --- kernel ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_class_itself_is_left_alone() -> None:
     step = torch.optim.Adam.step
     from_torch(torch.optim.Adam)
     assert torch.optim.Adam.step is step
-
-
-# --- The fused CPU kernels ignore strides; ours must not -------------------------------------------------------------
 
 
 LAYOUTS: dict[str, Callable[[], Tensor]] = {
@@ -309,9 +300,7 @@ def test_any_layout(case: Case, param_layout: str, grad_layout: str, donate: boo
     torch.testing.assert_close(state.per_param, straight_state.per_param, rtol=1e-5, atol=1e-6)
 
 
-# --- Updates as nodes of compiled graphs: those of the same class eagerly, on lists of tensors where the class can
-
-
+# Updates as nodes of compiled graphs: those of the same class eagerly, on lists of tensors where the class can.
 CLASSES: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.Adam, {}),
     (torch.optim.AdamW, {"amsgrad": True}),

@@ -182,8 +182,6 @@ def test_refused(groups: Any, text: str) -> None:
         from_torch(AdamW, groups).init({"a": torch.zeros(1), "b": torch.zeros(1)})
 
 
-# --- metrics.lr ------------------------------------------------------------------------------------------------------
-
 plain = from_torch(SGD, lr=RATE)
 LRS: dict[str, tuple[Any, Any]] = {
     "a number": (from_torch(SGD, lr=0.5), lambda n: 0.5),

@@ -34,9 +34,6 @@ def issues(trace: ltx.profile.Trace, *kinds: str) -> Issues:
     return [(e.label, e.operation, e.nbytes) for e in trace.events if e.kind in kinds]
 
 
-# --- gradients -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class InThreePhases(CommHook):
     """As compressors go: parts are exchanged in half precision, summed, gathered; then a sum that adds nothing."""
@@ -169,9 +166,6 @@ def test_by_hand(name: str) -> None:
         ("bucket 2", 40),
     ]
     assert trace.bytes == sum(nbytes for bucket in issued for _, nbytes in bucket)
-
-
-# --- training steps --------------------------------------------------------------------------------------------------
 
 
 def of_steps(train: Any, params: Params, inputs: Tensor) -> list[ltx.profile.Trace]:

@@ -416,8 +416,6 @@ def test_a_step_that_autograd_differentiates_refuses_passes_inside(ranks: Ranks,
     ranks(2).run(every)
 
 
-# --- hooks of parameters ----------------------------------------------------------------------------------------------
-
 MASK = torch.tensor([[0.0, 1.0]])
 
 

@@ -120,9 +120,6 @@ def test_float16_gradients_whose_sum_is_too_large() -> None:
     assert grad(ltx.accumulate(mean, 4))(w, x) == 30000
 
 
-# --- siblings --------------------------------------------------------------------------------------------------------
-
-
 def passes(op: Any, count: int, **fields: Any) -> Tensor:
     """How far one update of `count` passes moves: the first gradient is 256, the others are 1."""
     strategy = ltx.HorovodStrategy(op=op, backward_passes_per_step=count, **fields)

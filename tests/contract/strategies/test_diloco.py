@@ -47,9 +47,6 @@ def trained(strategy: ltx.Strategy, steps: int = 12, dtype: torch.dtype = torch.
     return state, issued
 
 
-# --- the outer optimizer ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_the_outer_step_is_torchs_nesterov(momentum: float) -> None:
     """On simulated ranks, against torch.optim.SGD on the anchor with mean_r (anchor - w_r) as its gradient."""
@@ -146,9 +143,6 @@ def test_local_steps_copy_no_anchors() -> None:
     assert [x.data_ptr() for x in ltx.tree.flatten(state.sync_state.leaves)[0]] == before
 
 
-# --- fragments -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("_", range(5))
 def test_every_fragment_is_due_once_a_period_and_alone(_: int, seed: int) -> None:
     period = int(torch.randint(1, 20, ()))
@@ -203,8 +197,6 @@ def test_updates_bucket_by_bucket_give_the_same(ranks: Ranks) -> None:
     whole, by_bucket = pool.run(trained, strategy), pool.run(trained, strategy, overlap="update")
     assert_same_bits([state for state, _ in whole], [state for state, _ in by_bucket])
 
-
-# --- sent ahead of the outer step -------------------------------------------------------------------------------------
 
 #: torchft's golden values: test_fixtures/*DiLoCoMockedUpdateTest.test_diloco_mocked_updates_*.json, of 2 replicas, a
 #: gradient of 2 everywhere, an inner rate of 1, an outer one of 2, sync_every=6. By (fragment_sync_delay,
@@ -287,9 +279,6 @@ def test_a_state_that_was_broadcast_has_nothing_under_way(ranks: Ranks) -> None:
         return all(map(torch.equal, ltx.tree.flatten(same)[0], ltx.tree.flatten(finished)[0]))
 
     assert all(ranks(2).run(run))
-
-
-# --- what is refused -------------------------------------------------------------------------------------------------
 
 
 def test_parameters_that_dont_fit() -> None:

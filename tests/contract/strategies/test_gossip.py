@@ -25,18 +25,12 @@ def trainer(algorithm: str, **fields: Any) -> Any:
     return ltx.train_step(ltx.data_parallel(loss, ltx.BaguaStrategy(algorithm, **fields)), SGD)
 
 
-# --- pairs ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("n", "fields", "what"), [(3, {}, "ranks"), (6, NODES, "nodes")])
 def test_an_odd_number_cant_pair(n: int, fields: dict[str, Any], what: str) -> None:
     train, problem = trainer("decentralized", peer_selection_mode="shift_one", **fields), make_problem(0, n)
     text = f"\"shift_one\" pairs {what}, and axis 'data' has 3 of them. Use an even number of {what}, or "
     with pytest.raises(StrategyError, match=re.escape(text)):
         ltx.vmap(lambda x: train.init({k: torch.tensor(v) for k, v in problem.start.items()}))(torch.ones(n))
-
-
-# --- bytes ------------------------------------------------------------------------------------------------------------
 
 
 def sent(algorithm: str, steps: int = 4, **fields: Any) -> list[list[tuple[str, int]]]:
@@ -94,9 +88,6 @@ def test_what_is_sent(name: str, ranks: Ranks) -> None:
     n, algorithm, fields, expected = SENT[name]
     for issued in ranks(n).run(sent, algorithm, **fields):
         assert issued == expected
-
-
-# --- copies of weights ------------------------------------------------------------------------------------------------
 
 
 def trained(algorithm: str, seed: int, **fields: Any) -> list[tuple[Any, Any]]:
@@ -236,9 +227,6 @@ def test_complex_weights() -> None:
     torch.testing.assert_close(state.params["w"], w.mean(0) - 0.2 * x[:, None] ** 2 * w)
     train = ltx.train_step(ltx.data_parallel(step, ltx.BaguaStrategy("low_precision_decentralized")), SGD)
     refuses(StrategyError, r"parameter 'w', complex64\[.*\], needs work on complex numbers", train.init, start)
-
-
-# --- ranks that come apart --------------------------------------------------------------------------------------------
 
 
 def behind(algorithm_fields: dict[str, Any]) -> tuple[str, bool, float]:

@@ -38,9 +38,6 @@ def test_names_are_short_for_hooks() -> None:
     assert ltx.HorovodStrategy().hook(7) == hooks.AllReduce()
 
 
-# --- scales ----------------------------------------------------------------------------------------------------------
-
-
 def reduced(g: Tensor, **fields: Any) -> Tensor:
     return ltx.vmap(lambda g: ltx.sync_gradients(g, ltx.HorovodStrategy(**fields))[0])(g)[0]
 
@@ -94,9 +91,6 @@ def test_second_derivatives_are_of_the_same_scale(op: str, times: float, ranks: 
     torch.testing.assert_close(simulated[0], ltx.tree.map(lambda h: times * h, simulated[1]))
     for found, plain in ranks(2).run(run):
         torch.testing.assert_close(found, ltx.tree.map(lambda h: times * h, plain))
-
-
-# --- several passes --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", ["average", "adasum"])
@@ -188,9 +182,6 @@ def test_what_compiled_graphs_cant_hold(fields: dict[str, Any], text: str) -> No
     refuses(Exception, text, torch.compile(train, backend="eager", fullgraph=True), state, torch.ones(3))
 
 
-# --- adasum ----------------------------------------------------------------------------------------------------------
-
-
 def test_adasum_pairs_ranks(ranks: Ranks) -> None:
     text = ranks(3).run(lambda: said(StrategyError, trainer(op="adasum").init, params_of())).replicated()
     assert text == (
@@ -205,9 +196,6 @@ def test_adasum_in_half_precision() -> None:
     assert state.params["w"].dtype == torch.float32
     move = state.params["w"][0] - 1
     torch.testing.assert_close(move, move.bfloat16().float(), rtol=1e-5, atol=1e-6)
-
-
-# --- groups ----------------------------------------------------------------------------------------------------------
 
 
 def buckets_of(groups: Any, **fields: Any) -> list[tuple[str, ...]]:
@@ -231,9 +219,6 @@ def test_groups_are_buckets() -> None:
 def test_groups_that_dont_fit() -> None:
     refuses(StrategyError, r"'q\*' fits no parameter. Their paths: v, w, x, y, z", buckets_of, [["q*"]])
     refuses(StrategyError, "parameter 'v' is in groups 0 and 1", buckets_of, [["v"], ["*"]])
-
-
-# --- sparse gradients, join, broadcasts ------------------------------------------------------------------------------
 
 
 def sparse(rank: int) -> Tensor:

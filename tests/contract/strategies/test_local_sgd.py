@@ -28,8 +28,6 @@ from tests.sent import ring
 from tests.train_on import refuses, said, trained
 from tests.twins.cases import assert_same_bits
 
-# --- schedules -------------------------------------------------------------------------------------------------------
-
 
 def groups_of(averager: averagers.ModelAverager, steps: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The group in which an averager of torch averages after each step, or None."""
@@ -85,9 +83,6 @@ def test_the_hierarchical_schedule_is_that_of_torchs_averager(
     assert [mine.communicates_after_update(step) for step in range(60)] == [group is not None for group in theirs]
 
 
-# --- torch's own run -------------------------------------------------------------------------------------------------
-
-
 AVERAGED = [ltx.LocalSGDStrategy(3, 2), ltx.DDPStrategy(model_averaging_period=3, start_local_sgd_step=2)]
 
 
@@ -138,9 +133,6 @@ def by_ltx(seed: int, strategy: ltx.Strategy) -> list[list[Tensor]]:
 def test_torchs_post_local_sgd_gives_the_same(strategy: ltx.Strategy, ranks: Ranks, seed: int) -> None:
     for theirs, mine in zip(ranks(2).run(by_torch, seed, 3, 2), ranks(2).run(by_ltx, seed, strategy), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
-
-
-# --- what is sent ----------------------------------------------------------------------------------------------------
 
 
 def loss(params: Params, x: Tensor) -> Tensor:
@@ -201,9 +193,6 @@ def test_gradients_stay_within_nodes(ranks: Ranks) -> None:
             gradients[1] + of_node + more for more in (of_all, 0, ring(4 * NUMEL, 2) + of_node, of_all)
         ]
         assert params["w"].equal(results.rank(0)[0]["w"])
-
-
-# --- how it composes -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", AVERAGED, ids=["local SGD", "DDP"])
@@ -320,9 +309,6 @@ def test_nodes_may_reduce_in_half_precision(ranks: Ranks) -> None:
         return train(state, torch.full((2,), float(ltx.axis_index())))[0].params
 
     assert [params.tolist() for params in ranks(4).run(run)] == [[-0.5, -0.5]] * 2 + [[-2.5, -2.5]] * 2
-
-
-# --- what is refused -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

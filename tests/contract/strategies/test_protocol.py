@@ -110,9 +110,6 @@ def test_work_on_all_parameters_together_cant_be_done_by_bucket() -> None:
         trainer(Gossip(), overlap="update")
 
 
-# --- values ----------------------------------------------------------------------------------------------------------
-
-
 def test_without_a_hook_gradients_are_local() -> None:
     grads = ltx.vmap(torch.func.grad(ltx.data_parallel(lambda w, x: w * x, LocalSGD())), in_dims=(None, 0))
     assert grads(torch.tensor(1.0), torch.tensor([1.0, 3.0])).tolist() == [1.0, 3.0]
@@ -138,9 +135,6 @@ def test_base_fields_are_checked_in_subclasses() -> None:
         StrategyError, match=re.escape("LocalSGD.bucket_bytes must be a whole number of at least 1, got 0.")
     ):
         LocalSGD(bucket_bytes=0)
-
-
-# --- mistakes ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -128,9 +128,6 @@ def test_one_bit_sends_a_sixteenth_of_few_numbers(ranks: Ranks) -> None:
     assert nbytes[2] == nbytes[3] < nbytes[1] / 16
 
 
-# --- what doesn't go together ----------------------------------------------------------------------------------------
-
-
 def weighted(w: Tensor, x: Tensor) -> ltx.Weighted:
     return ltx.Weighted((w * x).square().sum(), torch.tensor(float(len(x))))
 

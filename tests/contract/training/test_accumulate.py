@@ -61,9 +61,6 @@ def test_simulated(nesting: str, way: str, seed: int) -> None:
         assert_close({name: g[rank] for name, g in grads.items()}, expected)
 
 
-# --- to any order, in any mode ---------------------------------------------------------------------------------------
-
-
 #: What the table of conformance can't say of an accumulated step.
 TRANSFORMS: dict[str, Callable[..., Any]] = {
     "gradient of the batch": lambda f, p, *b: grad(f, argnums=1)(p, *b),
@@ -93,9 +90,6 @@ def test_second_derivatives_draw_the_same_random_numbers(seed: int) -> None:
     (second,) = torch.autograd.grad(first.sum(), w)
     torch.testing.assert_close(second, 2 * first / w)
     assert torch.get_rng_state().equal(drawn)
-
-
-# --- memory ----------------------------------------------------------------------------------------------------------
 
 
 class Token:
@@ -145,9 +139,6 @@ def test_the_probe_sees_a_loop_that_holds_all_graphs(seed: int) -> None:
     assert len(Probe.alive) == 5
     del total
     assert len(Probe.alive) == 0
-
-
-# --- what else goes in and out ---------------------------------------------------------------------------------------
 
 
 def test_outputs_besides_the_loss_are_stacked() -> None:
@@ -231,9 +222,6 @@ def test_weighted_chunks_may_be_unequal(seed: int) -> None:
     step = ltx.data_parallel(lambda w, x: ltx.Weighted((w * x).square().sum(), len(x)))
     for steps in (1, 2, 3, 7):
         torch.testing.assert_close(grad(ltx.accumulate(step, steps))(w, x), grad(step)(w, x))
-
-
-# --- bad input -------------------------------------------------------------------------------------------------------
 
 
 def mean(w: Tensor, x: Tensor) -> Tensor:

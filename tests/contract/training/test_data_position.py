@@ -1,17 +1,22 @@
-"""DataPosition: every sample once in an epoch, whatever becomes of the number of ranks."""
+"""DataPosition: every sample once in an epoch, on any number of ranks. Shares that rank 0 gives out."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import ltx
-from ltx.errors import InputError
+from ltx.errors import AxisError, DataError, InputError, UnsupportedError
+from tests import train_on
+from tests.kinds import Ranks
 from tests.train_on import refuses
 
 
@@ -90,3 +95,117 @@ def test_fields_out_of_range(kwargs: dict[str, Any], said: str) -> None:
 
 def test_a_rank_that_isnt_there() -> None:
     refuses(InputError, "expected a rank from 0 to 1, got 2", ltx.DataPosition(8, 4).indices, 2, 2)
+
+
+WORDS = ["a", "b", "c", "d", "e"]
+
+#: What is shared out among how many ranks, padded or not, and each rank's share.
+SHARES: dict[str, tuple[Any, int, bool, list[Any]]] = {
+    "list": (WORDS, 2, False, [WORDS[:2], WORDS[2:]]),
+    "padded": (WORDS, 2, True, [WORDS[:3], ["d", "e", "e"]]),
+    "padded twice": (WORDS, 4, True, [["a", "b"], ["c", "d"], ["e", "e"], ["e", "e"]]),
+    "fewer than ranks": (["a"], 3, False, [[], [], ["a"]]),
+    "fewer, padded": (("a",), 3, True, [("a",)] * 3),
+    "none": ([], 2, True, [[], []]),
+    "none in a dict": ({}, 2, True, [{}, {}]),
+    "equal": (tuple(WORDS[:4]), 2, True, [("a", "b"), ("c", "d")]),
+    "shapes": (torch.Size([4, 5]), 2, False, [(4,), (5,)]),
+    "lists of lists": ([[1], [2, 3], [4]], 2, False, [[[1]], [[2, 3], [4]]]),
+    "dict": (
+        {"text": WORDS[:3], "tokens": torch.tensor([[1, 2], [3, 4], [5, 6]])},
+        2,
+        True,
+        [
+            {"text": ["a", "b"], "tokens": torch.tensor([[1, 2], [3, 4]])},
+            {"text": ["c", "c"], "tokens": torch.tensor([[5, 6], [5, 6]])},
+        ],
+    ),
+    "alone": (WORDS, 1, True, [WORDS]),
+}
+
+
+def plain(shares: Any) -> Any:
+    """With lists for tensors, in which `==` is one answer."""
+    return ltx.tree.map(lambda x: x.tolist() if isinstance(x, torch.Tensor) else x, list(shares))
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_each_rank_gets_its_share(name: str, ranks: Ranks) -> None:
+    items, size, pad, expected = SHARES[name]
+    found = [ltx.share_out(items, pad=pad)] if size == 1 else ranks(size).run(ltx.share_out, items, pad=pad)
+    assert plain(found) == plain(expected)
+
+
+def test_processes_join_their_shares(ranks: Ranks) -> None:
+    def on_a_rank(pad: bool) -> list[str]:
+        return list(chain(*ltx.all_gather_object(ltx.share_out(WORDS, pad=pad))))
+
+    assert [ranks(2).run(on_a_rank, pad).replicated()[:5] for pad in (False, True)] == [WORDS, WORDS]
+
+
+@pytest.mark.parametrize(
+    ("items", "said"),
+    [
+        ({"text": ["a"], "label": [1, 2]}, "must have one length, got {'text': 1, 'label': 2}"),
+        ("abc", "must be a list, tuple or tensor, or a dict of such, got 'abc'"),
+        ({"text": 3}, "got {'text': 3}"),
+        (torch.tensor(1.0), "must be a list, tuple or tensor"),
+        ({"a": ["b"], "x": torch.eye(1).to_sparse()}, "leaf 'x' has layout torch.sparse_coo, and a dense tensor was"),
+    ],
+)
+def test_what_cant_be_shared_out(items: Any, said: str) -> None:
+    assert said in train_on.said((InputError, UnsupportedError), ltx.share_out, items)
+
+
+def seen_first(folder: Path) -> Callable[[], tuple[list[bool], list[int]]]:
+    """What each rank finds there, twice, and writes if it isn't; and who came there."""
+
+    def on_a_rank() -> tuple[list[bool], list[int]]:
+        found, came = [], []
+        for name in ("first", "second"):
+            with ltx.rank_zero_first():
+                found.append((folder / name).exists())
+                (folder / name).touch()
+                came.append(int(ltx.axis_index()))
+        return found, came
+
+    return on_a_rank
+
+
+def failing() -> tuple[str, str, float]:
+    try:
+        with ltx.rank_zero_first():
+            if int(ltx.axis_index()) == 0:
+                raise OSError("no such host")
+            raise AssertionError("this rank comes after an error")
+    except (OSError, DataError) as error:
+        return type(error).__name__, str(error), ltx.psum(torch.tensor(1.0)).item()  # all go on together
+
+
+def test_rank_zero_goes_first_and_its_errors_reach_all(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks(2).run(seen_first(tmp_path))
+    assert list(found) == [([False] * 2, [0, 0]), ([True] * 2, [1, 1])]
+    first, second = ranks(2).run(failing)
+    assert first == ("OSError", "no such host", 2.0)
+    assert second[0::2] == ("DataError", 2.0)
+    assert "rank 0 of axis 'data' raised OSError: no such host. All ranks stop here." in second[1]
+
+
+def test_an_interrupt_of_rank_zero_reaches_all(ranks: Ranks) -> None:
+    def on_a_rank() -> str:
+        try:
+            with ltx.rank_zero_first():
+                raise KeyboardInterrupt
+        except (KeyboardInterrupt, DataError) as error:
+            return repr(error)
+
+    first, second = ranks(2).run(on_a_rank)
+    assert first == "KeyboardInterrupt()"
+    assert "raised KeyboardInterrupt" in second
+
+
+def test_alone_and_under_vmap() -> None:
+    with pytest.raises(OSError, match="disk"), ltx.rank_zero_first():
+        raise OSError("disk")
+    for call in (lambda x: ltx.rank_zero_first().__enter__(), lambda x: ltx.share_out([x])):
+        refuses(AxisError, r"under ltx\.vmap", ltx.vmap(call), torch.ones(2))

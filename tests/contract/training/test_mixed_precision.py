@@ -41,9 +41,6 @@ def params() -> Params:
 STEP = ltx.data_parallel(loss)
 
 
-# --- dtypes ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16, torch.float64])
 def test_the_step_computes_in_another_dtype_than_its_parameters(compute: torch.dtype, seed: int) -> None:
     seen: dict[str, Any] = {}
@@ -143,8 +140,6 @@ def test_gradients_travel_in_the_reduce_dtype(
     assert dtype == torch.float32
 
 
-# --- training --------------------------------------------------------------------------------------------------------
-
 #: A scale of the loss, and what the train step is made with.
 TRAINS: dict[str, tuple[Any, dict[str, Any]]] = {
     "plain": (None, {}),
@@ -236,8 +231,6 @@ def test_what_is_kept_is_kept_by_name_too(accumulated: bool) -> None:
     for found in (step(ones, ones, ones), step(ones, ones, y=ones), step(ones, x=ones, y=ones)):
         assert found.item() == (3 if accumulated else 4)
 
-
-# --- loss scaling ----------------------------------------------------------------------------------------------------
 
 #: (step, rank) whose batch overflows.
 OVERFLOWS = {(1, 0), (5, 1), (6, 0), (6, 1), (13, 1)}
@@ -503,9 +496,6 @@ def test_a_rank_that_fails_in_a_local_step_is_told_of_to_those_who_ask(on_new_ax
             return type(error).__name__, torch.equal(state.params["w"], before)
 
     assert list(on_new_axis(run)) == [("DeadlockDetectedError", True), ("BrokenError", True)]
-
-
-# --- errors and values -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -232,9 +232,7 @@ def test_metrics_are_a_tree() -> None:
     assert (doubled.loss, doubled.aux, doubled.grad_norm) == (2 * metrics.loss, None, None)
 
 
-# --- What becomes of a state, and of tensors that were read off it, once a step has taken it over --------------------
-
-
+# What becomes of a state, and of tensors that were read off it, once a step has taken it over.
 def linear(p: Params, x: torch.Tensor) -> torch.Tensor:
     return (x @ p["w"] + p["b"]).square().mean()
 

@@ -65,8 +65,6 @@ def test_fifty_steps_are_those_of_ddp(name: str, ranks: Ranks, seed: int) -> Non
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
 
 
-# --- ranks whose batches differ --------------------------------------------------------------------------------------
-
 WEIGHTED: dict[str, Callable[[nn.Module], Any]] = {
     "plain": lambda m: ltx.train_step(weighted_step(m), adamw()),
     "small buckets": lambda m: ltx.train_step(weighted_step(m, BUCKETS), adamw()),
@@ -95,17 +93,11 @@ def test_without_weights_it_is_the_mean_of_means_of_ddp(ranks: Ranks, seed: int)
     assert not torch.allclose(losses, one_process(module, whole(batches))[0], rtol=1e-3)
 
 
-# --- world of one, and simulated ranks -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["defaults", "overlap=update", "donate=False", "outputs=mean"])
 def test_world_of_one_is_the_bare_loop_bit_for_bit(name: str, seed: int) -> None:
     module, batches = problem(seed, (8,), 10)
     losses, params = run(LIKE_DDP[name](module), module, whole(batches))
     assert_same_bits((losses, params), one_process(module, whole(batches), fused=True))  # as ltx does by default
-
-
-# --- what else a step passes in and out ------------------------------------------------------------------------------
 
 
 def normed(seed: int) -> nn.Module:
@@ -238,9 +230,6 @@ def test_init_takes_rank_0s_values_and_copies(ranks: Ranks) -> None:
     assert untouched
     assert buffers["seen"] == 0
     torch.testing.assert_close(params["w"], torch.full((3,), -LR))
-
-
-# --- donation, and steps that fail -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("overlap", ["backward", "update"])

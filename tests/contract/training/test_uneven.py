@@ -129,9 +129,6 @@ def test_world_of_one() -> None:
     assert (weight.dtype, weight.shape) == (torch.float32, torch.Size([]))
 
 
-# --- which mean ------------------------------------------------------------------------------------------------------
-
-
 def loss_of(w: Tensor, x: Tensor) -> Tensor:
     return (w * x).sin().sum()
 
@@ -248,9 +245,6 @@ def test_metrics_that_are_nan_on_placeholders(ranks: Ranks) -> None:
     first, second = ranks(2).run(run)
     assert first == [(False, 4.0), (True, 7.0)], "NaN times 0 isn't 0, the mean is fine"
     assert second == [(False, 4.0), (False, 7.0)]
-
-
-# --- errors ----------------------------------------------------------------------------------------------------------
 
 
 class UnprintableError(Exception):

@@ -157,9 +157,6 @@ def test_simulated(captured: str, inner: str, seed: int) -> None:
         torch.testing.assert_close(grads, wanted, msg=lambda text, name=name: f"{name}: {text}")
 
 
-# --- inside of a backward pass ---------------------------------------------------------------------------------------
-
-
 class Implicit(torch.autograd.Function):
     """As implicit differentiation does it: its backward pass averages a cotangent and differentiates another step."""
 

@@ -88,9 +88,6 @@ def test_world_of_one_is_the_bare_step(name: str, way: str, seed: int) -> None:
     assert_same_bits(*results)
 
 
-# --- the rest of the contract ----------------------------------------------------------------------------------------
-
-
 def scaled(params: Params, x: Tensor) -> Tensor:
     return (params["a"] * x).sum() + 2 * (params["b"] * x).sum()
 

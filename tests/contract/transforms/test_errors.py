@@ -308,9 +308,6 @@ def test_what_isnt_captured() -> None:
     assert all(t.grad is not None for t in (w, x, scale))
 
 
-# --- ranks that disagree ---------------------------------------------------------------------------------------------
-
-
 def on_both(make: Callable[[int], tuple[Any, Any]], how: str, known: bool) -> str:
     """The error of a step whose strategy and parameters are ``make(rank)``."""
 
@@ -385,9 +382,6 @@ def test_ranks_that_disagree_in_training(name: str, ranks: Ranks) -> None:
     make, text = MISMATCHES[name]
     operation = "data_parallel" if name == "strategies" else "broadcast"
     assert ranks(2).run(on_both, make, "train_step", False).replicated() == text.format(operation)
-
-
-# --- after an error the state is as it was ---------------------------------------------------------------------------
 
 
 def without_weight(overlap: Any) -> tuple[str, list[Any]]:

@@ -161,9 +161,6 @@ def test_embeddings_that_renormalise(ranks: Ranks) -> None:
         assert text.startswith("'0.weight' of Sequential: Embedding(max_norm=1.0) renormalises, in place, the rows")
 
 
-# --- captured parameters ---------------------------------------------------------------------------------------------
-
-
 def penalised() -> Any:
     """The gradient of a step that differentiates with respect to a leaf of its own."""
     w = torch.tensor([1.0, 2.0])

@@ -81,9 +81,6 @@ def drawn(fn: Callable[[], Any], seed: int) -> Any:
         return fn()
 
 
-# --- activation checkpointing ----------------------------------------------------------------------------------------
-
-
 def trained(seed: int, reentrant: bool | None, how: str, call: Any = ltx.functional_call) -> tuple[Params, Any]:
     """Parameters after some steps on this rank's samples, and what the module itself has then."""
     net, twin, batches = made(seed, reentrant=reentrant)
@@ -216,9 +213,6 @@ def broken(block: Block, x: Tensor) -> Tensor:
     return block.norm(x).tanh()
 
 
-# --- torch's own in a step -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_torchs_own_in_a_step(reentrant: bool, ranks: Ranks, seed: int) -> None:
@@ -256,9 +250,6 @@ def test_calls_of_torchs_own_in_each_other(seed: int) -> None:
     got = torch.autograd.grad(loss, list(params.values()))
     want = torch.autograd.grad(2 * twin(batches[0]), list(twin.parameters()))
     torch.testing.assert_close(got, want)
-
-
-# --- buffers ---------------------------------------------------------------------------------------------------------
 
 
 def with_buffers(seed: int, reentrant: bool | None = False, sync: bool = False) -> Any:
@@ -357,9 +348,6 @@ def test_buffers_that_would_be_lost() -> None:
     torch.testing.assert_close(got, ltx.functional_call(net, params, x, return_buffers=True)[0], rtol=1e-1, atol=1e-1)
 
 
-# --- names -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("returns", [True, False])
 def test_a_buffer_that_becomes_no_tensor(returns: bool) -> None:
     """A cache that its forward empties. It was an AttributeError of ltx."""
@@ -441,9 +429,6 @@ def test_a_module_whose_tensors_cant_be_replaced(wrapped: Callable[[nn.Module], 
     module = wrapped(nn.Linear(2, 2))
     with pytest.raises(UnsupportedError, match=r"can't put tensors into a .*\. Give it (the )?module"):
         ltx.functional_call(module, dict(module.named_parameters()), (torch.ones(2),))
-
-
-# --- using -----------------------------------------------------------------------------------------------------------
 
 
 class Flow(nn.Module):

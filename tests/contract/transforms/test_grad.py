@@ -54,9 +54,7 @@ def test_keywords_reach_the_step() -> None:
     assert ltx.grad(step)(W, X[0], scale=3.0).tolist() == (3 * X[0]).tolist()
 
 
-# --- between processes, where plain autograd takes the gradients unless something is around the call ------------------
-
-
+# Between processes, where plain autograd takes the gradients unless something is around the call.
 def torchs(step: Any, params: Any, *args: Any, sync_state: ltx.SyncState | None = None) -> Any:
     """What :func:`ltx.grad_and_value` gives, by torch.func."""
     if sync_state is None:

@@ -102,9 +102,6 @@ def test_world_of_one(way: str, seed: int) -> None:
     assert_same_bits(errors, wanted_errors[0])
 
 
-# --- schedules: a hook that changes from step to step ----------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Switching(ltx.Strategy):
     """Exact before step `first`, with error feedback from then on; or the other way round."""
@@ -134,8 +131,6 @@ def test_hooks_that_change_with_the_step(way: str, early: bool, size: int, ranks
         torch.testing.assert_close(got, rounded + exact if early else exact + rounded, rtol=0, atol=1e-12)
         torch.testing.assert_close(got_errors, errors[rank], rtol=0, atol=1e-12)
 
-
-# --- misuse ----------------------------------------------------------------------------------------------------------
 
 W, X = torch.tensor([1.0, 2.0]), torch.tensor([0.3, 0.7])
 STEP = ltx.data_parallel(lambda w, x: (w * x).sum(), STRATEGY)

@@ -246,9 +246,6 @@ def test_rank_0_stays_until_all_have_heard(ranks: Ranks, tmp_path: Path) -> None
     assert end > heard
 
 
-# --- in the background -----------------------------------------------------------------------------------------------
-
-
 def writer_that_waits() -> tuple[Callable[..., Any], threading.Event]:
     """Writes once the event is set."""
     write, may_write = storage.write, threading.Event()
@@ -320,9 +317,6 @@ def test_a_failure_that_nobody_asks_for_is_a_warning(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# --- processes that end ----------------------------------------------------------------------------------------------
-
-
 #: Starting Python and torch anew takes a while on a busy machine.
 STARTS_PROCESSES = pytest.mark.timeout(200)
 
@@ -369,8 +363,6 @@ def test_the_end_of_the_world_waits_for_it(tmp_path: Path) -> None:
         assert (code, errors) == (0, "")
     assert [file.name for file in tmp_path.iterdir()] == ["step_00000000"]
 
-
-# --- preemption ------------------------------------------------------------------------------------------------------
 
 TRAINS = """
 import sys, torch, ltx

@@ -1,4 +1,4 @@
-"""The header: sums of losses and weights, and digests that differ on any rank."""
+"""The header: sums of losses and weights, and digests that differ on any rank. What signatures say of that."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ltx.core.comm.signature import Signature, explain_mismatch
 from ltx.core.comm.step_summary import IssuedSummary, Said, numbers_of
 from ltx.errors import RankMismatchError
 
@@ -65,3 +66,25 @@ def test_a_loss_that_is_not_finite_leaves_the_digest_alone() -> None:
     header = _send([5, 5], [float("nan"), 1.0])[0].wait()
     assert header.mean(torch.float32).isnan()
     assert _send([5, 5], [float("inf"), 1.0])[0].wait().mean(torch.float32).isinf()
+
+
+# Signatures: the texts of disagreements that no test of calls has.
+PSUM = Signature("psum", (("w", "float32[2]"), ("b", "float32[]")), "dim=0")
+
+
+def test_many_ranks_are_grouped() -> None:
+    by_rank = {rank: PSUM if rank != 7 else Signature("pmax", ()) for rank in range(20)}
+    text = str(explain_mismatch("data", by_rank))
+    assert "ranks 0, 1, 2, 3, 4, 5, 6, 8 and 11 more: psum; rank 7: pmax." in text
+
+
+def test_leaves_in_another_order() -> None:
+    text = str(explain_mismatch("data", {0: PSUM, 1: Signature("psum", PSUM.leaves[::-1], "dim=0")}))
+    assert "order of leaves: rank 0: ['w', 'b']; rank 1: ['b', 'w']. Fix: give every rank the same tree." in text
+
+
+def test_leaves_of_one_path_are_compared_one_by_one() -> None:
+    """A list of tensors under one path: the second differs."""
+    pair = Signature("psum", (("x", "float32[1]"), ("x", "float32[2]")))
+    other = Signature("psum", (("x", "float32[1]"), ("x", "float32[3]")))
+    assert "float32[2]" in str(explain_mismatch("data", {0: pair, 1: other}))

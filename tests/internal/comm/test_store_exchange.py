@@ -76,9 +76,6 @@ def test_threads_that_use_it_are_waited_for() -> None:
     assert done == [1]
 
 
-# --- the loop --------------------------------------------------------------------------------------------------------
-
-
 class Clock:
     """Time that passes in sleeps alone."""
 

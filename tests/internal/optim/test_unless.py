@@ -13,6 +13,7 @@ from torch.optim import SGD, Adam, AdamW
 import ltx
 from ltx import tree
 from ltx.core.optim.base import apply_leaves, unless
+from ltx.core.training.guard import not_finite
 from ltx.errors import OptimError
 from ltx.extend import Update
 from ltx.optim import (
@@ -30,6 +31,7 @@ from ltx.optim import (
 from tests.contract.optim.cases import clone, same_bits
 from tests.contract.optim.test_base import trace_init, trace_update
 from tests.contract.optim.test_opaque import Anchored
+from tests.contract.training.test_guard import INF, NAN
 
 adamw, sgd = from_torch(AdamW, lr=0.1), from_torch(SGD, lr=lambda count: 0.1 / (1 + count), momentum=0.9)
 functions = ltx.optim.from_functions(trace_init, trace_update, elementwise=True)
@@ -160,3 +162,22 @@ def test_it_offers_what_the_optimizer_does() -> None:
     assert (conditional.elementwise, conditional.leafwise, conditional.moves_params) == (False, False, None)
     with pytest.raises(OptimError, match="must come last"):
         chain(sgd, conditional)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize("place", [None, 0, 5_000, -1])
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_not_finite(dtype: torch.dtype, place: int | None, value: float) -> None:
+    """The largest numbers add up to infinity, and are finite."""
+    largest = torch.finfo(dtype).max
+    grads = [torch.full((10_001,), largest, dtype=dtype), torch.zeros(0, dtype=dtype), torch.ones((), dtype=dtype)]
+    if place is not None:
+        grads[0][place] = value
+    assert bool(not_finite(grads)) == (place is not None)
+    transposed = [grads[0][:10_000].reshape(100, 100).T, *grads[1:]]
+    assert bool(not_finite(transposed)) == (place in (0, 5_000))
+
+
+def test_infinities_that_cancel() -> None:
+    assert not_finite([torch.tensor([INF, -INF, 1.0])])
+    assert not not_finite([])

@@ -196,9 +196,6 @@ def test_a_peer_that_has_no_time_to_hear_that_a_step_was_left(started: Started) 
     assert [world.told(rank) for rank in range(2)] == [2, 2]
 
 
-# --- what is told, and what follows ----------------------------------------------------------------------------------
-
-
 def waiting(thread: int, key: str, number: int, ranks: int = 2) -> ThreadWait:
     return ThreadWait(thread, 0, key, number, list(range(ranks)), f"{key} {number}")
 

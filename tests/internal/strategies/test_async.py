@@ -55,9 +55,6 @@ def rounds_of(trace: Any) -> int:
     return sum(event.label.startswith("background") for event in trace.events)
 
 
-# --- by the clock ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("n", "node"), [(2, 1), (3, 1), (4, 2)], ids=["2 ranks", "3 ranks", "2 nodes"])
 def test_nodes_go_at_their_own_pace_and_end_together(n: int, node: int, ranks: Ranks) -> None:
     """Nobody waits in a step, nothing that a node learns is lost, and finish ends with the same mean for all.
@@ -282,9 +279,6 @@ def test_a_world_of_one_has_nobody_to_average_with() -> None:
         state, _ = train(state, torch.tensor(2.0))
         assert state.pending is None
     torch.testing.assert_close(train.finish(state).params["b"].item(), 0.5 - 3 * LR * 2.0)
-
-
-# --- on a schedule ---------------------------------------------------------------------------------------------------
 
 
 def on_processes(strategy: ltx.Strategy, seed: int, steps: int) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:

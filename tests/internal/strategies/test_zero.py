@@ -113,9 +113,6 @@ def test_two_ranks_have_ddps_bits(optimizer: Any, ranks: Ranks, seed: int) -> No
     assert torch.equal(got, ranks(2).run(on_a_rank, ltx.DDPStrategy()).replicated())
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("n", [2, 3])
 def test_each_rank_has_a_part_of_the_state(n: int, ranks: Ranks) -> None:
     def elements(strategy: ltx.Strategy) -> list[int]:
@@ -130,8 +127,6 @@ def test_each_rank_has_a_part_of_the_state(n: int, ranks: Ranks) -> None:
     assert ranks(n).run(elements, ltx.ZeroStrategy()).replicated() == [2 * params // n] * 2
     assert ranks(n).run(elements, ltx.DDPStrategy()).replicated() == [2 * params] * 2
 
-
-# --- optimizers ------------------------------------------------------------------------------------------------------
 
 NEEDS_WHOLE = (
     "ZeroStrategy needs an elementwise update, as a rank updates only some elements of a parameter, which {} "
@@ -176,9 +171,6 @@ def test_one_norm_is_measured_of_all_parts(n: int) -> None:
     torch.testing.assert_close(state.params, -x.mean(0).expand(n, 5))
 
 
-# --- checkpoints -----------------------------------------------------------------------------------------------------
-
-
 def trainer() -> Any:
     return ltx.train_step(ltx.data_parallel(loss, ltx.ZeroStrategy()), ADAMW, donate=False)
 
@@ -216,9 +208,6 @@ def test_a_part_for_other_ranks_is_refused() -> None:
         ltx.vmap(trainer(), in_dims=(None, 0))(foreign, torch.ones(2, 8, 6))
 
 
-# --- the rest --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_may_travel_in_half_precision(dtype: torch.dtype, ranks: Ranks) -> None:
     def on_a_rank(strategy: ltx.Strategy) -> tuple[Tensor, int]:
@@ -236,8 +225,6 @@ def test_gradients_may_travel_in_half_precision(dtype: torch.dtype, ranks: Ranks
     assert sent == 2 * 10 // 2
     assert ltx.hooks.cast(MeanPart(), dtype) == MeanPart(dtype)
 
-
-# --- lossy hooks -----------------------------------------------------------------------------------------------------
 
 LOSSY = {
     "fp16": hooks.FP16(),

@@ -196,9 +196,7 @@ def test_an_error_after_the_first_write_by_bucket(seed: int, ranks: Ranks) -> No
     assert "(step 1) is invalid" in ranks(2).run(run).replicated()
 
 
-# --- Ctrl-C in the middle of a step: the state that the caller holds is that of a whole step -------------------------
-
-
+# Ctrl-C in the middle of a step: the state that the caller holds is that of a whole step.
 def _squared(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     return ((params["w"] * x).sum() - 1.0) ** 2
 

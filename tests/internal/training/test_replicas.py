@@ -199,8 +199,6 @@ def test_what_lets_ranks_drift_apart_is_not_compared(part: str) -> None:
         trainer(APART[part], check_every=1)
 
 
-# --- digests ---------------------------------------------------------------------------------------------------------
-
 TENSORS: dict[str, Callable[[], Tensor]] = {
     "0-dim": lambda: torch.randn(()),
     "small": lambda: torch.randn(7),
