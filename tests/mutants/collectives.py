@@ -185,7 +185,7 @@ MUTANTS = (
         old="for candidate in reversed(scope):",
         new="for candidate in scope:",
         breaks="nested axes of one name reduce over the wrong one",
-        tests=("tests/internal/ranks/test_axis.py::test_of_nested_axes_of_one_name_the_innermost_is_meant",),
+        tests=("tests/internal/collectives/test_joined_axes.py::test_of_nested_axes_of_one_name_the_innermost_is_meant",),
     ),
     Mutant(
         name="axis: draws are shared by simulated ranks",

@@ -131,66 +131,6 @@ def test_a_rank_outside_says_so(ranks: Ranks) -> None:
         assert all(f"rank {rank} isn't a member of the process group" in text for text in texts)
 
 
-@contextmanager
-def _nested() -> Iterator[None]:
-    """The worker's world, with two axes."""
-    ltx.shutdown()
-    try:
-        with ltx.init(mesh={"node": 2, "data": 2}):
-            yield
-    finally:
-        ltx.init()
-
-
-@pytest.mark.full
-def test_nested_axes(ranks: Ranks, seed: int) -> None:
-    def run(xs: Tensor) -> tuple[Found, Found, int, int]:
-        with _nested():
-            node, data = int(ltx.axis_index("node")), int(ltx.axis_index("data"))
-            return _on_rank(xs[node, data], "node"), _on_rank(xs[node, data], "data"), node, data
-
-    xs = _draw()
-    for rank, (on_node, on_data, node, data) in enumerate(ranks(4).run(run, xs)):
-        assert (node, data) == divmod(rank, 2)
-        _check(on_node, _expected(xs[:, data]), node)
-        _check(on_data, _expected(xs[node]), data)
-
-
-def _of_both(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Functions of the sum over two nested axes: gradients both ways round, and a Hessian's diagonal block."""
-
-    def loss(x: Tensor, inner: str = "data", outer: str = "node") -> Tensor:
-        weight = 1 + 2 * ltx.axis_index("node") + ltx.axis_index("data")
-        return weight * ltx.psum(ltx.psum(x, inner), outer).sin().sum()
-
-    grad = torch.func.grad(loss)
-    return grad(x), grad(x, "node", "data"), torch.func.grad(lambda x: grad(x).sum())(x)
-
-
-def _expected_of_both(xs: Tensor) -> list[Tensor]:
-    total, weights = xs.sum((0, 1)), 10  # 1 + 2 + 3 + 4
-    # The sum over ranks of the sum of each rank's gradient is 4 * weights * cos(total).
-    each = [weights * total.cos(), weights * total.cos(), -4 * weights * total.sin()]
-    return [y.expand_as(xs) for y in each]
-
-
-@pytest.mark.full
-def test_gradients_through_nested_axes(ranks: Ranks, seed: int) -> None:
-    """The gradient of the sum over both is that of the global sum."""
-
-    def run(xs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        with _nested():
-            return _of_both(xs[ltx.axis_index("node"), ltx.axis_index("data")])
-
-    xs = _draw()
-    for rank, found in enumerate(ranks(4).run(run, xs)):
-        for a, b in zip(found, _expected_of_both(xs), strict=True):
-            torch.testing.assert_close(a, b[divmod(rank, 2)])
-    simulated = ltx.vmap(ltx.vmap(_of_both, axis_name="data"), axis_name="node")(xs)
-    for a, b in zip(simulated, _expected_of_both(xs), strict=True):
-        torch.testing.assert_close(a, b)
-
-
 def test_nested_simulated_axes(seed: int) -> None:
     def run(x: Tensor) -> tuple[Found, Found]:
         return _on_rank(x, "node"), _on_rank(x, "data")

@@ -17,32 +17,6 @@ from tests.kinds import Ranks
 from tests.train_on import refuses, said
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("sockets", [False, True])
-def test_large_ones_as_in_torch(on_new_axis: Callable[..., Any], sockets: bool) -> None:
-    """More than one message: against torch.distributed's own."""
-
-    def run() -> bool:
-        rank, length = dist.get_rank(), 300_001
-        x = torch.arange(2 * length, dtype=torch.float64).view(2, length).sin() * (1 + rank)
-        rows = [torch.empty_like(x[0]) for _ in range(2)]
-        dist.gather(x[0], rows if rank == 1 else None, group_dst=1)
-        part = torch.empty(length, dtype=torch.float64)
-        dist.scatter(part, list(x) if rank == 0 else None, group_src=0)
-        total = x.clone()
-        dist.reduce(total, group_dst=1)
-        nothing = torch.zeros_like(x)
-        return all(
-            (
-                torch.equal(ltx.gather(x[0], dst=1), torch.stack(rows) if rank == 1 else nothing),
-                torch.equal(ltx.scatter(x, src=0), part),
-                torch.equal(ltx.psum_to(x, dst=1), total if rank == 1 else nothing),
-            )
-        )
-
-    assert on_new_axis(run, sockets=sockets).replicated()
-
-
 def test_only_src_s_values_matter(ranks: Ranks) -> None:
     """NaN on the others doesn't leak, forward or backward."""
 

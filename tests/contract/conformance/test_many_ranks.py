@@ -58,11 +58,6 @@ def _loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
     return (torch.tanh(x @ params["w"]) @ params["v"] - y).square().mean()
 
 
-def _summed(params: dict[str, Tensor], x: Tensor, y: Tensor, keep: Tensor) -> ltx.Weighted:
-    each = (torch.tanh(x @ params["w"]) @ params["v"] - y).square().mean(1)
-    return ltx.Weighted((each * keep).sum(), keep.sum())
-
-
 @pytest.fixture
 def problem(seed: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Parameters; four samples a rank, and their targets."""
@@ -73,22 +68,6 @@ def problem(seed: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
 
 def _on_all(step: Callable[..., Any], params: Any, *batch: Tensor) -> Any:
     return ltx.vmap(torch.func.grad(step), in_dims=(None, *(0 for _ in batch)))(params, *batch)
-
-
-def _check(got: dict[str, Tensor], want: dict[str, Tensor], **tolerance: float) -> None:
-    assert got.keys() == want.keys()
-    for name in want:
-        assert torch.equal(got[name], _everywhere(got[name][0])), "ranks differ"
-        torch.testing.assert_close(got[name][0], want[name], **tolerance)
-
-
-@pytest.mark.parametrize("accumulated", [False, True], ids=["plain", "accumulate"])
-def test_step(problem: tuple[dict[str, Tensor], Tensor, Tensor], accumulated: bool) -> None:
-    params, xs, ys = problem
-    step = ltx.data_parallel(_loss)
-    step = ltx.accumulate(step, steps=2) if accumulated else step
-    want = torch.func.grad(_loss)(params, xs.flatten(0, 1), ys.flatten(0, 1))  # equal batches: the mean over all
-    _check(_on_all(step, params, xs, ys), want)
 
 
 def test_step_with_gradients_in_bfloat16(problem: tuple[dict[str, Tensor], Tensor, Tensor]) -> None:
@@ -102,19 +81,3 @@ def test_step_with_gradients_in_bfloat16(problem: tuple[dict[str, Tensor], Tenso
         error = (got[name][0] - grads.mean(0)).abs()
         assert (error > 0).any(), "nothing was rounded"
         assert (error <= bound).all(), (error / bound).max()
-
-
-@pytest.mark.parametrize("accumulated", [False, True], ids=["plain", "accumulate"])
-def test_weighted_step(problem: tuple[dict[str, Tensor], Tensor, Tensor], accumulated: bool) -> None:
-    """Ranks keep between no sample and four."""
-    params, xs, ys = problem
-    keep = (torch.rand(N, 4) < torch.rand(N, 1)).double()
-    keep[0], keep[1] = 0, 1
-    step = ltx.data_parallel(_summed)
-    step = ltx.accumulate(step, steps=2) if accumulated else step
-
-    def reference(params: dict[str, Tensor]) -> Tensor:
-        total, weight = _summed(params, xs.flatten(0, 1), ys.flatten(0, 1), keep.flatten())
-        return total / weight
-
-    _check(_on_all(step, params, xs, ys, keep), torch.func.grad(reference)(params))

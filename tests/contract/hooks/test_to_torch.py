@@ -201,17 +201,6 @@ def test_every_compressor(name: str, ranks: Ranks, seed: int) -> None:
     assert_equal(under_ddp, under_ltx)
 
 
-def test_three_ranks(ranks: Ranks, seed: int) -> None:
-    def run() -> Any:
-        return with_ddp(Feedback(), seed), with_ltx(Feedback(), seed), with_ddp(hooks.AllReduce(), seed, **SMALL)
-
-    pool = ranks(3).run(run)
-    under_ddp, under_ltx, several = pool.replicated()
-    # The order of a sum of three differs between layouts of the bucket.
-    assert_equal(under_ddp, under_ltx, rtol=1e-5, atol=1e-6)
-    assert_equal(several, ranks(3).run(with_ddp, None, seed).replicated(), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("hook", [Feedback(), InPhases()], ids=lambda hook: type(hook).__name__)
 def test_any_order_of_landing(hook: CommHook, ranks: Ranks, seed: int) -> None:
@@ -581,15 +570,3 @@ def test_what_ddp_sees_of_it() -> None:
     signature = inspect.signature(hook)
     assert signature.parameters["bucket"].annotation is dist.GradBucket
     assert signature.return_annotation == torch.futures.Future[torch.Tensor]
-
-
-def test_there_and_back(ranks: Ranks, seed: int) -> None:
-    """A hook of torch, as one of ltx, under DDP."""
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    def run() -> Any:
-        hook = hooks.from_torch(default_hooks.fp16_compress_hook)
-        return with_ddp(hook, seed, **SMALL), with_ddp(default_hooks.fp16_compress_hook, seed, **SMALL)
-
-    for got, want in ranks(2).run(run):
-        assert_equal(got, want)

@@ -47,26 +47,6 @@ def trained(strategy: ltx.Strategy, steps: int = 12, dtype: torch.dtype = torch.
     return state, issued
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_the_outer_step_is_torchs_nesterov(momentum: float) -> None:
-    """On simulated ranks, against torch.optim.SGD on the anchor with mean_r (anchor - w_r) as its gradient."""
-    strategy = ltx.DiLoCoStrategy(2, outer_lr=0.7, outer_momentum=momentum)
-    train = trainer(strategy)
-    state = train.init({"w": torch.randn(5, dtype=torch.float64)})
-    anchor = state.params["w"].clone().requires_grad_()
-    outer = torch.optim.SGD([anchor], lr=0.7, momentum=momentum, nesterov=momentum > 0)
-    params = [anchor.detach().clone()] * 3
-    for step in range(8):
-        x = torch.randn(3, dtype=torch.float64)
-        state, _ = ltx.vmap(train, in_dims=(0 if step else None, 0))(state, x)
-        params = [p - 0.1 * 2 * (p - x[rank]) / 5 for rank, p in enumerate(params)]
-        if step % 2:
-            anchor.grad = anchor.detach() - torch.stack(params).mean(0)
-            outer.step()
-            params = [anchor.detach().clone()] * 3
-        torch.testing.assert_close(state.params["w"], torch.stack(params))
-
-
 OUTER = {
     "slowmo": partial(torch.optim.SGD, lr=1.0, momentum=0.5),
     "fedadam": partial(torch.optim.Adam, lr=0.1, eps=1e-3),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections import OrderedDict
 from dataclasses import replace
 from typing import Any
@@ -11,12 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch import Tensor
 from torch.distributed.algorithms.model_averaging import averagers, utils
 from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
-from torch.func import functional_call
-from torch.nn.parallel import DistributedDataParallel
 
 import ltx
 from ltx import hooks
@@ -84,55 +80,6 @@ def test_the_hierarchical_schedule_is_that_of_torchs_averager(
 
 
 AVERAGED = [ltx.LocalSGDStrategy(3, 2), ltx.DDPStrategy(model_averaging_period=3, start_local_sgd_step=2)]
-
-
-def batches(seed: int, ranks: int, steps: int = 8) -> tuple[nn.Module, Tensor]:
-    """(model, inputs by step and rank)"""
-    generator = torch.Generator().manual_seed(seed)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator))
-    return model, torch.randn(steps, ranks, 3, 4, generator=generator, dtype=torch.float64)
-
-
-def by_torch(seed: int, period: int, warmup: int) -> list[list[Tensor]]:
-    """Parameters after each step."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch's own about itself
-        from torch.distributed.optim import PostLocalSGDOptimizer
-    model, inputs = batches(seed, ltx.world().size)
-    ddp, history = DistributedDataParallel(model), []
-    state = PostLocalSGDState(None, None, start_localSGD_iter=warmup, post_local_gradient_allreduce=False)
-    ddp.register_comm_hook(state, post_localSGD_hook)
-    optimizer = PostLocalSGDOptimizer(
-        torch.optim.Adam(ddp.parameters(), lr=0.1), averagers.PeriodicModelAverager(period, warmup)
-    )
-    for x in inputs:
-        optimizer.zero_grad()
-        ddp(x[ltx.world().rank]).square().mean().backward()
-        optimizer.step()
-        history.append([p.detach().clone() for p in ddp.parameters()])
-    return history
-
-
-def by_ltx(seed: int, strategy: ltx.Strategy) -> list[list[Tensor]]:
-    model, inputs = batches(seed, ltx.world().size)
-    names = [name for name, _ in model.named_parameters()]
-    step = ltx.data_parallel(lambda p, x: functional_call(model, p, (x,)).square().mean(), strategy)
-    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.Adam, lr=0.1))
-    state, history = train.init({name: p.detach() for name, p in model.named_parameters()}), []
-    for x in inputs:
-        state, _ = train(state, x[ltx.world().rank])
-        history.append([state.params[name].clone() for name in names])
-    return history
-
-
-@pytest.mark.full(but=1)
-@pytest.mark.parametrize("strategy", AVERAGED, ids=["local SGD", "DDP"])
-def test_torchs_post_local_sgd_gives_the_same(strategy: ltx.Strategy, ranks: Ranks, seed: int) -> None:
-    for theirs, mine in zip(ranks(2).run(by_torch, seed, 3, 2), ranks(2).run(by_ltx, seed, strategy), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
 def loss(params: Params, x: Tensor) -> Tensor:

@@ -140,37 +140,6 @@ def test_gradients_travel_in_the_reduce_dtype(
     assert dtype == torch.float32
 
 
-#: A scale of the loss, and what the train step is made with.
-TRAINS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "plain": (None, {}),
-    "scaled": (1024.0, {}),
-    "overlap": (1024.0, {"overlap": "update"}),
-    "accumulated": (None, {}),
-    "dynamic": (DYNAMIC, {}),
-    "dynamic, kept": (DYNAMIC, {"donate": False}),
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", some(TRAINS, "scaled", "accumulated", "dynamic"))
-def test_training_in_bfloat16_is_near_training_in_float32(name: str, ranks: Ranks, seed: int) -> None:
-    scale, made_with = TRAINS[name]
-
-    def build(module: nn.Module) -> Any:
-        step: Any = ltx.mixed_precision(mean_step(module), replace(BF16, loss_scale=scale))
-        return ltx.train_step(ltx.accumulate(step, 4) if name == "accumulated" else step, adamw(), **made_with)
-
-    def both() -> Any:
-        return [on_a_rank(made, seed, (16, 16)) for made in (build, lambda m: ltx.train_step(mean_step(m), adamw()))]
-
-    (losses, after), (expected, _) = ranks(2).run(both).replicated()
-    assert losses.dtype == torch.float32
-    assert {x.dtype for x in after.values()} == {torch.float32}
-    assert losses[-10:].mean() < 0.9 * losses[:10].mean()
-    # As a whole: where a loss has come down to a few hundredths, eight bits of precision may well be a twentieth of it.
-    assert (losses - expected).norm() <= 0.01 * expected.norm()
-
-
 @pytest.mark.parametrize("overlap", ["backward", "update"])
 def test_a_scale_that_is_a_power_of_two_changes_no_bit(overlap: Any, ranks: Ranks, seed: int) -> None:
     def run(scale: float | None) -> Any:

@@ -269,28 +269,6 @@ def test_parts_around_the_same_parameters() -> None:
     state.module.look(state, True)  # type: ignore[union-attr]
 
 
-def test_an_average_of_the_parameters_follows() -> None:
-    """As diffusers' EMAModel: it keeps the Parameters, and averages those that require gradients."""
-    model, train, state = begun(donate=False)
-    kept = list(model.parameters())
-    mean = [x.detach().clone() for x in kept]
-    for number in range(3):
-        state, _ = train(state, batch(number))
-        for x, p in zip(mean, kept, strict=True):
-            x.lerp_(p.detach(), 0.5) if p.requires_grad else x.copy_(p)
-    other = Net()
-    wanted = [x.detach().clone() for x in other.parameters()]
-    optimizer = torch.optim.SGD([p for p in other.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-    for number in range(3):
-        optimizer.zero_grad()
-        (other(batch(number)) - 1).square().mean().backward()
-        optimizer.step()
-        for x, p in zip(wanted, other.parameters(), strict=True):
-            x.lerp_(p.detach(), 0.5)
-    torch.testing.assert_close(mean, wanted)
-    assert all(p.requires_grad == q.requires_grad for p, q in zip(kept, other.parameters(), strict=True))
-
-
 def test_the_state_and_steady_steps_are_in_the_modules_memory() -> None:
     model = Net()
     train, places = training(model), {name: p.data_ptr() for name, p in model.named_parameters()}

@@ -322,22 +322,6 @@ def test_what_functorch_wraps_holds_no_old_value() -> None:
     assert state.params["w"].isfinite().all()
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "clone", "donate=False", "pickle"])
-def test_keeping_the_best(how: str) -> None:
-    train, state, x = made(donate=how != "donate=False")
-    ways: dict[str, Callable[[], Params]] = {
-        "deepcopy": lambda: copy.deepcopy(state).params,
-        "clone": lambda: ltx.tree.map(torch.clone, state.params),
-        "donate=False": lambda: state.params,
-        "pickle": lambda: pickle.loads(pickle.dumps(state)).params,
-    }
-    expected = {name: value.tolist() for name, value in state.params.items()}
-    best = ways[how]()
-    state, _ = go_on(train, state, [x] * 2)
-    assert {name: value.tolist() for name, value in best.items()} == expected
-    assert {name: value.tolist() for name, value in state.params.items()} != expected
-
-
 def test_going_back_to_a_copy() -> None:
     train, state, x = made()
     state, _ = train(state, x)

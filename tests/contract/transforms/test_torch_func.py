@@ -6,7 +6,7 @@ So what every rank gets is the mean over ranks of what the transform makes of th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,7 +16,19 @@ from torch.func import grad, jacrev, jvp
 
 import ltx
 from tests.kinds import Ranks
-from tests.twins.cases import CASES, Batch, Params, assert_close, assert_same_bits, backward, params_of, plain_step
+from tests.twins.cases import (
+    CASES,
+    Batch,
+    Case,
+    Params,
+    assert_close,
+    assert_same_bits,
+    backward,
+    params_of,
+    plain_step,
+    seeded,
+)
+from tests.twins.feedback import STRATEGY
 
 F = Callable[..., Any]
 
@@ -139,3 +151,157 @@ def test_simulated_ranks(name: str, seed: int) -> None:
 def test_world_of_one(name: str, seed: int) -> None:
     plain, step, params, (batch, _) = build(name, seed)
     assert_same_bits(*(TRANSFORMS[name].apply(f, params, *batch) for f in (plain, step)))
+
+
+W, X = torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+MEAN = X.mean(0).tolist()
+
+
+def with_aux(w: Tensor, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    return (w * x).sum(), {"seen": x.sum()}
+
+
+def test_on_a_plain_step_they_are_torchs() -> None:
+    def plain(w: Tensor, x: Tensor) -> Tensor:
+        return (w * x).square().sum()
+
+    for mine, torchs in ((ltx.grad, torch.func.grad), (ltx.grad_and_value, torch.func.grad_and_value)):
+        assert_same_bits(mine(plain)(W, X[0]), torchs(plain)(W, X[0]))
+        assert_same_bits(mine(plain, argnums=(1, 0))(W, X[0]), torchs(plain, argnums=(1, 0))(W, X[0]))
+        assert_same_bits(mine(with_aux, has_aux=True)(W, X[0]), torchs(with_aux, has_aux=True)(W, X[0]))
+
+
+def test_aux_is_the_ranks_own() -> None:
+    step = ltx.data_parallel(with_aux)
+    grads, (loss, aux) = ltx.vmap(ltx.grad_and_value(step, has_aux=True), in_dims=(None, 0))(W, X)
+    assert (grads.tolist(), loss.tolist(), aux["seen"].tolist()) == ([MEAN] * 2, [5.0, 13.0], [3.0, 8.0])
+    grads, aux = ltx.vmap(ltx.grad(step, has_aux=True), in_dims=(None, 0))(W, X)
+    assert (grads.tolist(), aux["seen"].tolist()) == ([MEAN] * 2, [3.0, 8.0])
+
+
+@pytest.mark.parametrize("strategy", [ltx.DDPStrategy(), STRATEGY], ids=["stateless", "stateful"])
+def test_aux_and_state(strategy: ltx.Strategy) -> None:
+    step = ltx.data_parallel(with_aux, strategy)
+    (grads, state), (loss, aux) = ltx.grad_and_value(step, has_aux=True)(W, X[0], sync_state=step.init(W))
+    assert (grads.tolist(), loss.item(), aux["seen"].item(), state.step) == (X[0].tolist(), 5.0, 3.0, 1)
+    (grads, state), aux = ltx.grad(step, has_aux=True)(W, X[0], sync_state=state)
+    assert (grads.tolist(), aux["seen"].item(), state.step) == (X[0].tolist(), 3.0, 2)
+
+
+def test_keywords_reach_the_step() -> None:
+    step = ltx.data_parallel(lambda w, x, *, scale: scale * (w * x).sum())
+    assert ltx.grad(step)(W, X[0], scale=3.0).tolist() == (3 * X[0]).tolist()
+
+
+# Between processes, where plain autograd takes the gradients unless something is around the call.
+def torchs(step: Any, params: Any, *args: Any, sync_state: ltx.SyncState | None = None) -> Any:
+    """What :func:`ltx.grad_and_value` gives, by torch.func."""
+    if sync_state is None:
+        return torch.func.grad_and_value(step)(params, *args)
+    synced, value = torch.func.grad_and_value(step)(ltx.Synced(params, sync_state), *args)
+    return (synced.params, replace(synced.sync_state, clock=sync_state.clock, step=sync_state.step + 1)), value
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items() if case.transforms])
+@pytest.mark.parametrize("strategy", [ltx.DDPStrategy(), STRATEGY], ids=["stateless", "stateful"])
+def test_they_are_torch_funcs_to_the_bit(ranks: Ranks, strategy: ltx.Strategy, case: Case, seed: int) -> None:
+    def compared() -> None:
+        module, batches = case.build(seed, 2)
+        params, batch, rank = params_of(module), batches[int(ltx.axis_index())], int(ltx.axis_index())
+        step = ltx.data_parallel(plain_step(module), strategy)
+        state = step.init(params) if strategy is STRATEGY else None
+        for number in range(3):
+            with seeded(seed + rank):
+                mine = ltx.grad_and_value(step)(params, *batch, sync_state=state)
+            with seeded(seed + rank):
+                assert_same_bits(mine, torchs(step, params, *batch, sync_state=state))
+            assert not any(x.requires_grad or type(x) is not torch.Tensor for x in ltx.tree.flatten(mine)[0])
+            if state is not None:
+                state = mine[0][1]
+                assert state.step == state.checked_step() == number + 1
+
+    ranks(2).run(compared)
+
+
+def test_a_failure_in_the_backward_pass_of_one_rank_is_told_to_the_other(ranks: Ranks) -> None:
+    def failing() -> list[str]:
+        def loss(p: dict[str, Tensor], x: Tensor, fails: bool) -> Tensor:
+            h = (p["a"] * x).sum()
+            if fails:
+                h.register_hook(lambda grad: 1 // 0)
+            return h + p["b"].sum()
+
+        step = ltx.data_parallel(loss, ltx.DDPStrategy(bucket_bytes=4, first_bucket_bytes=4))
+        params, x = {"a": torch.ones(3), "b": torch.ones(2)}, torch.arange(3.0) + int(ltx.axis_index())
+        told = []
+        for fails in (False, int(ltx.axis_index()) == 1, False):
+            try:
+                grads = ltx.grad(step)(params, x, fails)
+                told.append(str(grads["a"].tolist()))
+            except (ZeroDivisionError, ltx.errors.LtxError) as error:
+                told.append(type(error).__name__)
+                ltx.init()
+        return told
+
+    good = "[0.5, 1.5, 2.5]"
+    told = ranks(2).run(failing)
+    assert list(told) == [[good, "DeadlockDetectedError", good], [good, "ZeroDivisionError", good]]
+
+
+def test_what_is_differentiated_besides_keeps_its_gradient(ranks: Ranks) -> None:
+    """Arguments that require gradients, a level of torch.func around, tangents: torch.func's way."""
+
+    def besides() -> None:
+        step = ltx.data_parallel(lambda w, x: (w * x).square().sum())
+        w, x = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]) + int(ltx.axis_index())
+        mean = (torch.tensor([1.0, 3.0]).square() + torch.tensor([2.0, 4.0]).square()) / 2
+        assert torch.equal(ltx.grad(step)(w, x), 2 * w * mean)
+        tracked = x.clone().requires_grad_()
+        ltx.grad(step)(w, tracked).sum().backward()
+        assert tracked.grad is not None
+        assert torch.equal(torch.func.jacrev(ltx.grad(step))(w, x), torch.diag(2 * mean))
+        assert torch.equal(torch.func.jvp(lambda w: ltx.grad(step)(w, x), (w,), (torch.ones(2),))[1], 2 * mean)
+
+    ranks(2).run(besides)
+
+
+def test_no_parameters_at_all(ranks: Ranks) -> None:
+    def nothing() -> Any:
+        step = ltx.data_parallel(lambda p, x: x.sum())
+        return [grad_and_value(step)({}, W)[0] for grad_and_value in (ltx.grad_and_value, torch.func.grad_and_value)]
+
+    assert list(ranks(2).run(nothing)) == [[{}, {}]] * 2
+
+
+def test_aux_in_processes_has_no_graph(ranks: Ranks) -> None:
+    def run() -> tuple[list[float], float, float, bool]:
+        step = ltx.data_parallel(lambda w, x: ((w * x).sum(), {"product": w * x, "name": "x"}))
+        grads, (loss, aux) = ltx.grad_and_value(step, has_aux=True)(W, X[int(ltx.axis_index())])
+        assert aux["name"] == "x"
+        return grads.tolist(), loss.item(), aux["product"].sum().item(), aux["product"].requires_grad
+
+    assert list(ranks(2).run(run)) == [(MEAN, 5.0, 5.0, False), (MEAN, 13.0, 13.0, False)]
+
+
+def test_none_among_parameters_is_an_empty_node() -> None:
+    """As Equinox's partition leaves it; to torch.func None is a leaf."""
+    params, x = (
+        {"w": torch.tensor([1.0, 2.0]), "frozen": None, "deep": [None, torch.tensor(3.0)]},
+        torch.tensor([1.0, 2.0]),
+    )
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return (params["w"] * x).sum() * params["deep"][1]
+
+    right = {"w": torch.tensor([3.0, 6.0]), "frozen": None, "deep": [None, torch.tensor(5.0)]}
+    step = ltx.data_parallel(loss)
+    stateful = ltx.data_parallel(loss, ltx.DDPStrategy(comm_hook=ltx.hooks.PowerSGD(1)))
+    simulated = ltx.tree.map(lambda g: g[0], ltx.vmap(lambda x: ltx.grad(step)(params, x))(torch.stack([x, x])))
+    by_both, value = ltx.grad_and_value(loss, argnums=(-2, 1))(params, x)
+    found = [ltx.grad(loss)(params, x), ltx.grad(step)(params, x), by_both[0], simulated]
+    found.append(ltx.grad(stateful)(params, x, sync_state=stateful.init(params))[0])
+    torch.testing.assert_close([ltx.tree.flatten(each)[0] for each in found], [ltx.tree.flatten(right)[0]] * 5)
+    assert all(ltx.tree.flatten(each)[1] == ltx.tree.flatten(right)[1] for each in found)
+    torch.testing.assert_close((by_both[1], value), (3 * params["w"], torch.tensor(15.0)))

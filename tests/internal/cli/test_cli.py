@@ -194,18 +194,6 @@ def test_run_starts_every_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_redirected_output_outlives_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.delenv("LTX_KEY", raising=False)
-    (tmp_path / "script.py").write_text("import os\nprint('rank', os.environ['RANK'])\n")
-    done = run_ltx("run", "-n", "2", "--redirects", "3", "script.py", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "")
-    said = re.fullmatch(r"ltx run: the ranks' output is kept in (.+)\n", done.stderr)
-    assert said is not None, done.stderr
-    assert sorted(path.read_text() for path in Path(said[1]).rglob("stdout.log")) == ["rank 0\n", "rank 1\n"]
-
-
-@pytest.mark.full
 def test_run_fails_when_a_rank_does(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import os, sys\nsys.exit(3 if os.environ['RANK'] == '1' else 0)\n")
     done = run_ltx("run", "-n", "2", "script.py", cwd=tmp_path)

@@ -91,25 +91,6 @@ def test_a_collective_that_one_rank_alone_calls(name: str, size: int, sockets: b
 
 
 @pytest.mark.full
-def test_a_call_that_is_new(started: Started) -> None:
-    """Rank 0 waits for its peers to compare it, and they wait in the next step."""
-
-    def body(tell: Tell) -> None:
-        step = stepper()
-        for i in range(3):
-            step()
-            if i == 1 and ltx.world().is_global_zero:
-                ltx.psum(torch.ones(4))
-
-    world = started(2, body)
-    for rank in range(2):
-        text = world.told(rank)
-        assert text.startswith("RankMismatchError: "), text
-        assert_names(text, "rank 0", "psum", "ltx.psum(torch.ones(4))")
-        assert_names(text, "rank 1", "step 2", "train(state)")
-
-
-@pytest.mark.full
 def test_collectives_of_two_axes_in_opposite_orders(started: Started) -> None:
     def body(tell: Tell) -> None:
         axes = [ltx.axis_from_group(dist.new_group([0, 1]), name) for name in ("one", "two")]

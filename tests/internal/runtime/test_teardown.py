@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.covering import some
-from tests.forks import free_port
 from tests.programs import begun, finished, of_torchrun
 
 PREAMBLE = """
@@ -128,19 +125,3 @@ def test_what_is_under_way_in_the_background_is_joined_at_the_end(ahead: int) ->
     assert [status for status, _ in ends] == [0, 0]
     assert ends[ahead] == (0, "True")  # the other's last round may be complete
     assert errors == ["", ""]
-
-
-@pytest.mark.full
-def test_torchrun_itself(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    turns = (
-        "for turn in range(2):\n"
-        "    with init() as here:\n"
-        "        sys.stdout.write(f'{here.launcher} {here.local_rank} {total()}\\n')\n"
-    )
-    script.write_text(PREAMBLE + turns)
-    command = ["-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
-    command += [f"--master-port={free_port()}", str(script)]
-    ((status, out, err),) = finished(begun(command, [{}]))
-    assert status == 0, err
-    assert sorted(out.split("\n")[:-1]) == ["torchrun 0 3.0"] * 2 + ["torchrun 1 3.0"] * 2

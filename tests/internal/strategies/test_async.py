@@ -18,15 +18,11 @@ from torch import Tensor
 
 import ltx
 from ltx.errors import CollectiveTimeoutError, InputError, PeerLostError, UnsupportedError, WorkerError
-from ltx.strategies.async_averaging import AsyncAveraging, Round
-from tests.contract.strategies.problem import loss as problem_loss
-from tests.contract.strategies.problem import make_problem
-from tests.contract.strategies.references import async_averaging
+from ltx.strategies.async_averaging import AsyncAveraging
 from tests.forks import SILENT_S
 from tests.inside import constant_hook, stateful
 from tests.kinds import OnNewAxis, Ranks
 from tests.train_on import go_on, refuses, said
-from tests.twins.cases import assert_same_bits
 
 ALWAYS = AsyncAveraging(sync_interval_ms=0)
 LR = 0.01
@@ -279,34 +275,6 @@ def test_a_world_of_one_has_nobody_to_average_with() -> None:
         state, _ = train(state, torch.tensor(2.0))
         assert state.pending is None
     torch.testing.assert_close(train.finish(state).params["b"].item(), 0.5 - 3 * LR * 2.0)
-
-
-def on_processes(strategy: ltx.Strategy, seed: int, steps: int) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-    problem = make_problem(seed, int(ltx.axis_size()), steps)
-    sgd = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
-    train = ltx.train_step(ltx.data_parallel(problem_loss, strategy), sgd)
-    state, history = train.init({k: torch.tensor(x) for k, x in problem.start.items()}), []
-    for batch in problem.batches():
-        state, _ = train(state, *batch)
-        assert isinstance(state.pending, Round)
-        history.append({k: v.clone() for k, v in state.params.items()})
-    return history, train.finish(state).params
-
-
-@pytest.mark.full
-def test_a_round_always_under_way(ranks: Ranks, seed: int) -> None:
-    """Two runs give the same bits, those of the reference; finished, all hold the mean."""
-    strategy = AsyncAveraging(schedule=(2, 2))
-    expected = async_averaging.rounds(0, 2, 2)(make_problem(seed, 2))
-    results, again = (list(ranks(2).run(on_processes, strategy, seed, 9)) for _ in range(2))
-    assert_same_bits(results, again)
-    assert_same_bits(*(end for _, end in results), of="rank")
-    for rank, (history, end) in enumerate(results):
-        for got, by_rank in zip(history, expected, strict=True):
-            for name, x in got.items():
-                np.testing.assert_allclose(x.numpy(), by_rank[rank][name], 1e-9, 1e-9)
-        for name, x in end.items():
-            np.testing.assert_allclose(x.numpy(), sum(e[name] for e in expected[-1]) / 2, 1e-9, 1e-9)
 
 
 @pytest.mark.full

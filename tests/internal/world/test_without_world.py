@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,55 +147,3 @@ def test_a_worker_may_be_a_world_alone() -> None:
     with ltx.init(rank=0, size=1):
         assert ltx.world().size == 1
         assert torch.equal(ltx.psum(X), X)
-
-
-PROGRAM = """
-import sys
-import torch, ltx
-import torch.distributed as dist
-from torch.utils.data import DataLoader
-
-def say(*words):  # in one piece, as two ranks share the output
-    sys.stdout.write(" ".join(map(str, words)) + "\\n")
-
-class Mine:
-    def __len__(self):
-        return 1
-
-    def __getitem__(self, place):
-        try:
-            return ltx.world().rank, ltx.world().size, str(ltx.psum(1))
-        except ltx.errors.WorldError as error:
-            return ltx.world().rank, ltx.world().size, str(error)
-
-if __name__ == "__main__":
-    if "forgotten" in sys.argv:
-        say("alone:", ltx.psum(1))
-    dist.init_process_group("gloo")
-    say("group:", int(ltx.psum(1, dist.group.WORLD)))
-    with ltx.init() as world:
-        say("world:", int(ltx.psum(1)))
-        for method in ("fork", "spawn"):
-            loader = DataLoader(Mine(), batch_size=None, num_workers=1, multiprocessing_context=method)
-            ((rank, size, text),) = loader
-            say(f"{method}:", rank == world.rank, size, "fork of the rank" in text or "a worker of rank" in text)
-    say("after:", int(ltx.psum(1)))
-    dist.destroy_process_group()
-"""
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("argument", ["forgotten", "done"])
-def test_programs_of_a_launcher(tmp_path: Path, argument: str) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    command = [sys.executable, "-m", "ltx", "run", "-n", "2", str(program), argument]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    if argument == "forgotten":
-        assert done.returncode != 0
-        assert "with ltx.init():" in done.stderr + done.stdout
-        assert "alone:" not in done.stdout
-    else:
-        assert done.returncode == 0, done.stderr
-        lines = ["group: 2", "world: 2", "after: 1", "fork: True 2 True", "spawn: True 2 True"]
-        assert sorted(done.stdout.split("\n")[:-1]) == sorted(lines * 2)
