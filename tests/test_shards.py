@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from tests.needs import missing, needs, waiting
 from tests.shards import claimed
@@ -29,3 +34,12 @@ def test_rows_whose_packages_are_missing_are_counted() -> None:
     assert [missing(item) for item in items] == [[], ["not_here"], ["not_here"]]
     assert waiting(items) == "WAITING 2 rows wait for .ci/run, which installs what they need: 2 for not_here"
     assert waiting(items[:1]) == ""
+
+
+@pytest.mark.full
+@pytest.mark.timeout(500)
+def test_gpu_on_cpu() -> None:
+    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--full", "tests/gpu"]
+    done = subprocess.run(run, env={**os.environ, "LTX_TEST_DEVICE": "cpu"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert " passed" in done.stdout

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,21 +18,6 @@ ROOT = Path(__file__).parents[2]
 NONE = {"python": "3.11.9", "torch": None, "gpus": 0, "missing": []}
 CPU = {"python": "3.11.9", "torch": "2.13.0+cpu", "gpus": 0, "missing": []}
 CUDA = {"python": "3.12.1", "torch": "2.13.0", "gpus": 1, "missing": []}
-
-
-@pytest.mark.full
-def test_make_gpu_without_one() -> None:
-    # Not those of a make that runs this suite.
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    environ |= {"CUDA_VISIBLE_DEVICES": "", "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
-    command = ["make", "-s", "gpu", f"PYTHON={sys.executable}"]
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    line, *rest = done.stderr.strip().splitlines()
-    assert line.startswith(f"make gpu: no GPU: {sys.executable} has torch")
-    assert [each for each in rest if not each.startswith("make:")] == []
-    assert done.stdout == ""
-    assert not (ROOT / "benchmarks" / "RESULTS-gpu.md").exists()
 
 
 def found(monkeypatch: pytest.MonkeyPatch, facts: dict[str, dict[str, Any]]) -> list[list[str]]:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 import ltx
 from tests.test_readme import DOCS, blocks_of, run_in_order
-from tests.train_on import go_on
 
 PAGE = "write-an-optimizer.md"
 Params = dict[str, Tensor]
@@ -155,31 +154,3 @@ def test_they_end_where_the_formulas_do(ranks: Callable[[int], ltx.Pool], tmp_pa
             torch.testing.assert_close(
                 dict(found[name]), expected, rtol=2e-4, atol=2e-5, msg=lambda t, n=name: f"{n}: {t}"
             )
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return dict(run_in_order(PAGE, blocks_of(DOCS / "how-to" / PAGE), str(tmp_path_factory.mktemp("page"))))
-
-
-MADE: dict[str, Callable[[dict[str, Any]], ltx.optim.Optimizer]] = {
-    "decayed": lambda its: ltx.optim.chain(ltx.optim.masked(its["add_decayed_weights"](0.1), "w"), its["sgd"]),
-    "smooth": lambda its: ltx.optim.chain(its["mean_of_gradients"](0.8), its["sgd"]),
-    "each_rms": lambda its: ltx.optim.chain(its["clip_each"](its["by_rms"]), its["sgd"]),
-    "ahead": lambda its: its["lookahead"](its["sgd"]),
-    "free": lambda its: its["schedule_free"](ltx.optim.from_torch(torch.optim.SGD, lr=0.5)),
-}
-
-
-@pytest.mark.parametrize("name", MADE)
-def test_on_simulated_ranks(name: str, page: dict[str, Any]) -> None:
-    train = ltx.train_step(ltx.data_parallel(loss_of), MADE[name](page))
-
-    def run(xs: Tensor) -> Params:
-        state, _ = go_on(train, train.init(page["first"]), xs)
-        return {k: p.clone() for k, p in state.params.items()}
-
-    found = ltx.vmap(run, in_dims=1)(page["batches"].unflatten(1, (2, 8)))
-    expected = TWINS[name](page["first"], page["batches"])
-    for rank in range(2):
-        torch.testing.assert_close({k: p[rank] for k, p in found.items()}, expected, rtol=2e-4, atol=2e-5)

@@ -57,7 +57,7 @@ MUTANTS = (
         old='transpose=lambda shape, static: ("all_to_all", (static[1], static[0], static[2])),',
         new='transpose=lambda shape, static: ("all_to_all", static),',
         breaks="the gradient of an all_to_all along two dimensions has parts in wrong places",
-        tests=("tests/contract/collectives/test_permute.py", "tests/contract/conformance/test_conformance.py"),
+        tests=("tests/contract/collectives/test_scatter.py", "tests/contract/conformance/test_conformance.py"),
     ),
     Mutant(
         name="collectives: ppermute's transpose goes on forwards",
@@ -89,7 +89,7 @@ MUTANTS = (
         old="whole = torch.where(negative > 0, torch.nan, whole)",
         new="whole = torch.where(negative > 0, torch.nan, torch.full_like(whole, axis_size(axis)))",
         breaks="a mean over samples is divided by the number of ranks instead of the weights' sum",
-        tests=("tests/contract/collectives/test_weighted_mean.py",),
+        tests=("tests/contract/collectives/test_reduce.py",),
     ),
     Mutant(
         name="collectives: weight 0 doesn't silence NaN",
@@ -97,7 +97,7 @@ MUTANTS = (
         old="return torch.where((w == 0) & ~torch.isfinite(x), nothing, x) * w",
         new="return x * w",
         breaks="a rank with an empty batch turns the mean of all into NaN",
-        tests=("tests/contract/collectives/test_weighted_mean.py",),
+        tests=("tests/contract/collectives/test_reduce.py",),
     ),
     Mutant(
         name="collectives: shard gives the neighbour's part",
@@ -185,7 +185,9 @@ MUTANTS = (
         old="for candidate in reversed(scope):",
         new="for candidate in scope:",
         breaks="nested axes of one name reduce over the wrong one",
-        tests=("tests/internal/collectives/test_joined_axes.py::test_of_nested_axes_of_one_name_the_innermost_is_meant",),
+        tests=(
+            "tests/internal/collectives/test_joined_axes.py::test_of_nested_axes_of_one_name_the_innermost_is_meant",
+        ),
     ),
     Mutant(
         name="axis: draws are shared by simulated ranks",

@@ -140,7 +140,7 @@ MUTANTS = (
         old="factor = torch.clamp(float(self.max_norm) / (norm + float(self.eps)), max=1.0)",
         new="factor = float(self.max_norm) / (norm + float(self.eps))",
         breaks="every gradient has the greatest norm that is allowed",
-        tests=("tests/contract/optim/test_clip.py",),
+        tests=("tests/contract/optim/test_chain.py",),
     ),
     Mutant(
         name="optim: the norm of norms is their sum",
@@ -148,7 +148,7 @@ MUTANTS = (
         old="total: Tensor = torch.linalg.vector_norm(torch.stack(norms))",
         new="total: Tensor = torch.stack(norms).sum()",
         breaks="under transforms several leaves are clipped too much",
-        tests=("tests/contract/optim/test_clip.py",),
+        tests=("tests/contract/optim/test_chain.py",),
     ),
     Mutant(
         name="optim: QAdam without bias correction",

@@ -9,10 +9,11 @@ import cloudpickle
 import optree
 import pytest
 import torch
+from torch import Tensor
 from torch.optim import SGD, AdamW
 
 import ltx
-from ltx.errors import OptimError
+from ltx.errors import OptimError, TreeError
 from ltx.optim import (
     ClipState,
     Optimizer,
@@ -25,6 +26,7 @@ from ltx.optim import (
     grad_norm,
     identity,
     masked,
+    measure_global_norm,
     partition,
 )
 from tests.contract.optim.cases import Case, clone, random_grads, random_params, same_bits
@@ -173,3 +175,176 @@ def test_leaf_by_leaf_is_as_together(name: str, seed: int) -> None:
         )
         assert same_bits(grads, before)
         assert same_bits((mine, own), (together, state))
+
+
+def torch_clip(grads: Any, max_norm: float) -> tuple[Any, Tensor]:
+    """The slow twin: torch's in-place clipping on copies."""
+
+    def with_grad(grad: Tensor) -> Tensor:
+        param = torch.zeros_like(grad)
+        param.grad = grad.clone()
+        return param
+
+    params = optree.tree_map(with_grad, grads)
+    norm = torch.nn.utils.clip_grad_norm_(optree.tree_leaves(params), max_norm)
+    return optree.tree_map(lambda p: p.grad, params), norm
+
+
+TREES = {
+    "floats": lambda: {"w": torch.randn(40, 3), "b": [torch.randn(7), torch.randn(())], "none": torch.randn(0)},
+    "small": lambda: {"w": 1e-3 * torch.randn(5)},
+    "mixed": lambda: {"a": torch.randn(9), "b": torch.randn(9).bfloat16(), "c": torch.randn(9).double()},
+    "half": lambda: {"a": torch.randn(9).bfloat16(), "b": torch.randn(()).bfloat16()},
+    "nan": lambda: {"a": torch.tensor([1.0, torch.nan]), "b": torch.ones(2)},
+    "inf": lambda: {"a": torch.tensor([1.0, torch.inf]), "b": torch.ones(2)},
+    "complex": lambda: {"a": torch.randn(5, dtype=torch.complex64)},
+    "zero": lambda: {"a": torch.zeros(5)},
+    "transposed": lambda: {"a": torch.randn(5, 3).t()},
+    "empty": dict,
+}
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("max_norm", [0.5, 1, 1e6])
+@pytest.mark.parametrize("name", TREES)
+def test_bit_equal_to_torch(name: str, max_norm: float, donate: bool, seed: int) -> None:
+    grads = TREES[name]()
+    before = optree.tree_map(torch.clone, grads)
+    expected, norm = torch_clip(grads, max_norm)
+    clip = clip_by_global_norm(max_norm)
+    state = clip.init(grads)
+    clipped, new_state = clip.update(grads, state, grads, donate=donate)
+    assert same_bits(clipped, expected)
+    assert same_bits(new_state, ClipState(norm))
+    assert same_bits(grads, before)
+    assert state.norm.dtype == new_state.norm.dtype
+
+
+def test_none_leaves_stay() -> None:
+    clip = clip_by_global_norm(1.0)
+    clipped, state = clip.update({"a": None, "b": torch.tensor([3.0, 4.0])}, ClipState(torch.tensor(0.0)), None)
+    assert clipped["a"] is None
+    assert state.norm == 5.0
+
+
+def test_eps() -> None:
+    clip = clip_by_global_norm(1.0, eps=5.0)
+    assert clip.update([torch.tensor([3.0, 4.0])], clip.init([]), [])[0][0].tolist() == pytest.approx([0.3, 0.4])
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_under_transforms(seed: int) -> None:
+    clip = clip_by_global_norm(1.0)
+    grads = {"a": torch.randn(3, 4), "b": torch.randn(3)}
+
+    def run(grads: Any) -> Any:
+        return clip.update(grads, clip.init(grads), grads)
+
+    batched = torch.vmap(run)(grads)
+    for i in range(3):
+        alone = run({"a": grads["a"][i], "b": grads["b"][i]})
+        torch.testing.assert_close({key: grad[i] for key, grad in batched[0].items()}, alone[0])
+        torch.testing.assert_close(batched[1].norm[i], alone[1].norm)
+
+    def scalar(x: Tensor) -> Tensor:
+        return (run([x])[0][0] * torch.tensor([1.0, 2.0, 3.0], dtype=x.dtype)).sum()
+
+    x = torch.randn(3, dtype=torch.float64) + 3
+    gradient = torch.func.grad(scalar)(x)
+    leaf = x.clone().requires_grad_()
+    scalar(leaf).backward()
+    torch.testing.assert_close(gradient, leaf.grad)
+    tangent = torch.randn(3, dtype=torch.float64)
+    step = 1e-6 * tangent
+    numeric = (scalar(x + step) - scalar(x - step)) / 2e-6
+    torch.testing.assert_close(torch.func.jvp(scalar, (x,), (tangent,))[1], numeric, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(gradient @ tangent, numeric, rtol=1e-6, atol=1e-8)
+
+
+def test_clipping_is_a_value() -> None:
+    clip = clip_by_global_norm(1.0)
+    assert pickle.loads(pickle.dumps(clip)) == clip == clip_by_global_norm(1.0)
+    assert hash(clip) == hash(clip_by_global_norm(1.0))
+    assert clip != clip_by_global_norm(2.0)
+    assert not clip.elementwise
+    assert repr(clip) == "clip_by_global_norm(1.0)"
+    assert repr(clip_by_global_norm(1, eps=0.1)) == "clip_by_global_norm(1, eps=0.1)"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "text"),
+    [
+        ({"max_norm": 0.0}, "clip_by_global_norm: max_norm must be > 0, got 0.0."),
+        ({"max_norm": float("nan")}, "clip_by_global_norm: max_norm must be > 0, got nan."),
+        ({"max_norm": 1.0, "eps": -1.0}, "clip_by_global_norm: eps must be a finite number of at least 0, got -1.0."),
+    ],
+)
+def test_clipping_is_refused(kwargs: dict[str, float], text: str) -> None:
+    refuses(OptimError, re.escape(text), clip_by_global_norm, **kwargs)
+
+
+def test_an_axis_that_would_be_ignored_is_no_argument() -> None:
+    refuses(TypeError, "axis", clip_by_global_norm, 1.0, axis="data")
+
+
+def test_gradients_must_be_tensors() -> None:
+    with pytest.raises(TreeError, match=re.escape("grads must be a tree of tensors, but leaf 'w' is of type float.")):
+        clip_by_global_norm(1.0).update({"w": 1.0}, None, None)
+
+
+def test_by_value_as_torch(seed: int) -> None:
+    grads = {"w": torch.randn(100), "scalar": torch.tensor(3.0), "none": None, "nan": torch.tensor([torch.nan])}
+    found, _ = clip_by_value(0.5).update(grads, (), grads)
+    for name, grad in grads.items():
+        if grad is not None:
+            param = torch.zeros_like(grad)
+            param.grad = grad.clone()
+            torch.nn.utils.clip_grad_value_([param], 0.5)
+            assert same_bits(found[name], param.grad)
+    assert found["none"] is None
+    assert clip_by_value(0.5).elementwise
+    refuses(OptimError, r"limit must be > 0, got 0\.0", clip_by_value, 0.0)
+    with pytest.raises(OptimError, match="the gradient of leaf 'w' is complex"):
+        clip_by_value(1.0).update({"w": torch.zeros(1, dtype=torch.complex64)}, (), {})
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_the_norm_is_measured_and_gradients_stay(name: str, seed: int) -> None:
+    grads = TREES[name]()
+    measure = measure_global_norm()
+    passed, state = measure.update(grads, measure.init(grads), grads)
+    assert passed is grads
+    assert same_bits(state, ClipState(torch_clip(grads, 1.0)[1]))
+    assert repr(measure) == "measure_global_norm()"
+    assert pickle.loads(pickle.dumps(measure)) == measure != clip_by_global_norm(1.0)
+
+
+def test_the_measured_norm_has_derivatives(seed: int) -> None:
+    g = torch.randn(4, dtype=torch.float64)
+    measure = measure_global_norm()
+    norm = lambda g: measure.update({"g": g}, measure.init({"g": g}), {"g": g})[1].norm  # noqa: E731
+    torch.testing.assert_close(torch.func.grad(norm)(g), g / g.norm())
+
+
+def test_grad_norm_is_found_or_absent() -> None:
+    assert grad_norm(((), ClipState(torch.tensor(5.0)))) == 5.0
+    assert grad_norm(from_torch(torch.optim.SGD).init({"w": torch.ones(1)})) is None
+    assert grad_norm(()) is None
+
+
+def test_grad_norm_of_groups_is_that_of_all(seed: int) -> None:
+    """Not that of the first group; and where some groups measure none, or one in front has measured all."""
+    grads = {name: torch.randn(5) for name in "abc"}
+    whole = torch.linalg.vector_norm(torch.stack([*grads.values()]))
+
+    def measured(first: Optimizer, *groups: Optimizer) -> torch.Tensor | None:
+        optimizer = chain(first, partition(dict(zip("xyz", groups, strict=True)), dict(zip("abc", "xyz", strict=True))))
+        return grad_norm(optimizer.apply(grads, optimizer.init(grads), grads)[1])
+
+    sgd = from_torch(torch.optim.SGD, lr=0.1)
+    clipped = chain(clip_by_global_norm(0.1), sgd)
+    torch.testing.assert_close(measured(identity(), clipped, clipped, clipped), whole)
+    nested = partition({"all": clipped}, {"*": "all"})
+    torch.testing.assert_close(measured(identity(), clipped, nested, chain(measure_global_norm(), sgd)), whole)
+    assert measured(identity(), clipped, sgd, clipped) is None
+    torch.testing.assert_close(measured(measure_global_norm(), clipped, sgd, sgd), whole)

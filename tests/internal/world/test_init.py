@@ -318,12 +318,6 @@ def _mpirun(*layout: tuple[int, int]) -> list[tuple[int, str, str]]:
 
 
 @pytest.mark.full
-def test_processes_of_mpirun_meet() -> None:
-    done = _mpirun((0, 2), (1, 2))
-    assert [(status, out) for status, out, _ in done] == [(0, "0 0 0 1 openmpi 1\n"), (0, "1 1 0 1 openmpi 1\n")]
-
-
-@pytest.mark.full
 def test_ranks_that_disagree_about_their_nodes_all_say_so() -> None:
     """Nodes of 2, 1 and 1: each rank alone fits an equal layout, which differ."""
     for rank, (status, _, errors) in enumerate(_mpirun((0, 2), (1, 2), (0, 1), (0, 1))):
