@@ -18,13 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ltx
 from ltx.core import comm
 from ltx.core.base import noise
-from ltx.core.gradients import buffers
+from ltx.core.gradients import buffers, marker
 from ltx.core.gradients.pending import Pending
 from ltx.core.gradients.planning import plan_buckets
 from ltx.core.gradients.reduction import Bucket, Leaf, LeafState
 from ltx.core.optim.kernel import run_aligned
+from ltx.errors import UnsupportedError
 from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction
 from ltx.nn import _Normalised, _normalised_by_formula
+from tests.kinds import Ranks
+from tests.train_on import said
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -258,3 +261,30 @@ def test_second_derivatives_by_kernels_of_statistics_that_depend_on_x(affine: bo
         return list(torch.autograd.grad((first[0] * tangent).sum(), given[: 1 + affine]))
 
     torch.testing.assert_close(second(_Normalised.apply), second(_normalised_by_formula))
+
+
+def test_a_gradient_that_comes_twice_before_torch_2_13(ranks: Ranks) -> None:
+    """Where torch can't raise a node's priority; all else there, tests/contract holds on such a torch."""
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+            ctx.save_for_backward(x, w)
+            return x @ w
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            x, w = ctx.saved_tensors
+            with torch.enable_grad():
+                (x.detach() @ w).backward(grad)
+            return grad @ w.T, x.T @ grad
+
+    def run() -> str:
+        strategy = ltx.DDPStrategy(bucket_bytes=256, first_bucket_bytes=256)  # a bucket a matrix
+        step = ltx.data_parallel(lambda p, x: Twice.apply(x, p["a"]).square().mean(), strategy)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(marker, "can_raise_priority", lambda: False)
+            return said(UnsupportedError, ltx.grad(step), {name: torch.ones(8, 8) for name in "ab"}, torch.ones(4, 8))
+
+    for told in ranks(2).run(run):
+        assert "a gradient came twice in one backward pass" in told
