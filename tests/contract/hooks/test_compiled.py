@@ -119,16 +119,6 @@ def test_equals_eager(backend: str, name: str, ranks: Ranks) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["onebit", *RANDOM])
-def test_alone(name: str) -> None:
-    params, x = parameters(), torch.randn(STEPS, 4, 6).double()
-    step = ltx.data_parallel(loss, strategy_of(EXAMPLES[name]))
-    gradient = by_func(step)
-    compiled = run(torch.compile(gradient, backend="aot_eager", fullgraph=True), params, step.init(params), list(x))
-    torch.testing.assert_close(compiled, run(gradient, params, step.init(params), list(x)), rtol=0, atol=0)
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("name", ["qsgd", *(pytest.param(name, marks=pytest.mark.full) for name in RANDOM)])
 def test_simulated(name: str) -> None:
     from torch._dynamo.utils import counters

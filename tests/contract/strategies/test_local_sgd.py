@@ -148,23 +148,6 @@ def test_updates_bucket_by_bucket_give_the_same(strategy: ltx.Strategy, ranks: R
     assert_same_bits([params for params, *_ in whole], [params for params, *_ in by_bucket])
 
 
-def mean_loss(params: Params, x: Tensor) -> Tensor:
-    return torch.stack([loss(params, row) for row in x]).mean()
-
-
-def accumulated(strategy: ltx.Strategy, chunks: int) -> Params:
-    step, generator = ltx.data_parallel(mean_loss, strategy), torch.Generator().manual_seed(int(ltx.axis_index()))
-    step = ltx.accumulate(step, steps=chunks) if chunks > 1 else step
-    batches = [torch.randn(6, 4, generator=generator) for _ in range(6)]
-    return trained(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.01), PARAMS, batches).params
-
-
-@pytest.mark.parametrize("strategy", [ltx.LocalSGDStrategy(3, 2), ltx.DiLoCoStrategy(2)], ids=["local SGD", "DiLoCo"])
-def test_accumulated(strategy: ltx.Strategy, ranks: Ranks) -> None:
-    plain, chunked = (list(ranks(2).run(accumulated, strategy, chunks)) for chunks in (1, 3))
-    torch.testing.assert_close(plain, chunked)
-
-
 def of_all_kinds(strategy: ltx.Strategy) -> tuple[Params, Params]:
     """(parameters after one step, what they should be)"""
     params = {

@@ -169,25 +169,6 @@ def test_processes_of_a_mesh_are_as_a_flat_world(ranks: Ranks, seed: int) -> Non
         assert "axis=('data', 'r') mixes axes of different kinds" in text
 
 
-@pytest.mark.full
-def test_some_axes_of_a_mesh(ranks: Ranks) -> None:
-    """Axes of one rank count as axes, for names and for what None means."""
-
-    def run() -> tuple[Any, ...]:
-        with _mesh(pod=2, node=1, data=2):
-            x = torch.tensor(1.0 + ltx.world().rank)
-            sums = [ltx.psum(x, axis).item() for axis in (("node", "data"), ("pod", "node"), ("pod", "node", "data"))]
-            with pytest.raises(AxisError, match=r"'pod' \(2\), 'node' \(1\), 'data' \(2\)"):
-                ltx.axis_size()
-            with pytest.raises(AxisError, match="'pod' occurs more than once"):
-                ltx.psum(x, ("pod", "pod"))
-            return (*sums, ltx.psum(x, ("pod",)).item())
-
-    for rank, found in enumerate(ranks(4).run(run)):
-        row, column = (3.0 if rank < 2 else 7.0), (4.0 if rank % 2 == 0 else 6.0)
-        assert found == (row, column, 10.0, column)
-
-
 def test_as_many_messages_as_on_a_flat_axis(ranks: Ranks, seed: int) -> None:
     """Not one for each name; also over some of the mesh's axes, in either order, and with axes of one rank."""
 

@@ -109,20 +109,6 @@ def test_other_steps_come_to_the_same(how: str, name: str, ranks: Ranks, seed: i
 
 
 @pytest.mark.full(but=1)
-@pytest.mark.parametrize("name", OF_TWO)
-def test_under_debug_checks(name: str, ranks: Ranks, seed: int) -> None:
-    n, strategy = LATE[name]
-
-    def run(overlap: Overlap) -> list[Tensor]:
-        torch.manual_seed(seed)
-        with ltx.debug_checks():
-            return trained(strategy, lambda rank: True, adam(), overlap)
-
-    for mine, other in zip(ranks(n).run(run, "backward"), ranks(n).run(run, "update"), strict=True):
-        torch.testing.assert_close(mine, other, rtol=0, atol=0)
-
-
-@pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", ["ring of 2, small buckets", "adasum, small buckets"])
 @pytest.mark.parametrize("sockets", [False, True])
 def test_a_rank_that_fails_in_the_middle_says_that_its_state_is_invalid(

@@ -282,23 +282,6 @@ def test_nothing_is_lost(name: str, n: int, ranks: Ranks, seed: int) -> None:
             assert not torch.allclose(torch.cat([params["a"].flatten(), params["b"]]), expected, rtol=1e-2)
 
 
-@pytest.mark.full(but=2)
-@pytest.mark.parametrize("name", LOSSY)
-def test_simulated_ranks_do_what_processes_do(name: str, ranks: Ranks) -> None:
-    hook, xs = LOSSY[name], torch.randn(4, 2, 8, 6)
-
-    def on_a_rank() -> Params:
-        return train_on.go_on(coded(hook), coded(hook).init(real_params()), map(train_on.mine, xs)).state.params
-
-    expected = ranks(2).run(on_a_rank).replicated()
-    train = coded(hook)
-    state = train.init(real_params())
-    for x in xs:
-        state, _ = ltx.vmap(train, in_dims=(None if state.step == 0 else 0, 0))(state, x)
-    got = {key: x[0] for key, x in state.params.items()}
-    assert_close(got, expected, 1e-2 if name == "qsgd" else 1e-4)
-
-
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_the_exact_hook_is_zero_itself(n: int, ranks: Ranks) -> None:
     assert (
