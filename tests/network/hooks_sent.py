@@ -1,10 +1,12 @@
-"""One rank on a real link: what is recorded of some hooks, and what its interface sends. JSON on rank 0."""
+"""One rank on a real link: what is recorded of collectives and hooks, and what its interface sends. JSON on rank 0."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -59,8 +61,19 @@ def sent() -> int:
     return nbytes - PACKET_HEADERS * packets
 
 
+def metered(run: Callable[[int], Any], steps: int) -> tuple[Any, dict[str, float]]:
+    """What `run` gives, and what is recorded of it and sent for it, a step."""
+    run(1)  # signatures are compared, connections opened
+    ltx.barrier()
+    before = sent()
+    with ltx.profile.record() as trace:
+        found = run(steps)
+    ltx.barrier()
+    return found, {"recorded": trace.bytes / steps, "sent": (sent() - before) / steps}
+
+
 def measured(row: Row, rank: int, size: int) -> dict[str, object]:
-    """What is recorded and sent for a step of `row`; bytes a step of this rank."""
+    """A step of `row`."""
     params = {str(i): torch.zeros(shape) for i, shape in enumerate(row.shapes)}
     step = ltx.data_parallel(
         lambda params, x: sum((w * x).sum() for w in params.values()),
@@ -75,25 +88,36 @@ def measured(row: Row, rank: int, size: int) -> dict[str, object]:
             grads, state = ltx.grad(step)(params, x, sync_state=state)
         return grads
 
-    run(1)  # signatures are compared, connections opened
-    ltx.barrier()
-    before = sent()
-    with ltx.profile.record() as trace:
-        grads = run(STEPS)
-    ltx.barrier()
-    after = sent()
+    grads, found = metered(run, STEPS)
     mean = torch.tensor(size * (size - 1) / 2)
-    return {
-        "right": all(torch.allclose(g, mean.expand_as(g), rtol=row.tolerance, atol=0.0) for g in grads.values()),
-        "recorded": trace.bytes / STEPS,
-        "sent": (after - before) / STEPS,
+    right = all(torch.allclose(g, mean.expand_as(g), rtol=row.tolerance, atol=0.0) for g in grads.values())
+    return {"right": right, **found}
+
+
+def collectives(size: int) -> dict[str, dict[str, object]]:
+    """Of ones on every rank; of the last one only the backward pass sends."""
+    w, leaf = torch.ones(1_200_000), torch.ones(500_000, requires_grad=True)
+    graphs = [ltx.all_gather(leaf).sum() for _ in range(2)]
+    calls: dict[str, tuple[Callable[[], torch.Tensor], float]] = {
+        "psum": (lambda: ltx.psum(w), size),
+        "all_gather": (lambda: ltx.all_gather(w), 1.0),
+        "psum_scatter": (lambda: ltx.psum_scatter(w, tiled=True), size),
+        "all_to_all": (lambda: ltx.all_to_all(w, 0, 0), 1.0),
+        "ppermute": (lambda: ltx.ppermute(w, [(rank, (rank + 1) % size) for rank in range(size)]), 1.0),
+        "backward of all_gather": (lambda: torch.autograd.grad(graphs.pop(), leaf)[0], size),
     }
+    found = {}
+    for name, (call, value) in calls.items():
+        given, counts = metered(lambda _, call=call: call(), 1)
+        found[name] = {"right": bool((given == value).all()), **counts}
+    return found
 
 
 def main() -> None:
     torch.set_num_threads(1)
     with ltx.init() as world:
-        found = {name: measured(row, world.rank, world.size) for name, row in ROWS.items()}
+        found = collectives(world.size)
+        found |= {name: measured(row, world.rank, world.size) for name, row in ROWS.items()}
         everyone = ltx.all_gather_object(found)
         if world.is_global_zero:
             print(json.dumps(everyone))

@@ -15,19 +15,6 @@ pytestmark = NEEDS_LINKS
 
 
 @pytest.mark.full
-def test_what_crosses_a_real_link_and_the_bytes_that_the_ledger_counts() -> None:
-    with links.link("1gbit", 2) as link:
-        found = json.loads(run_ranks([str(Path(__file__).with_name("worker.py"))], link, 2, timeout_s=50))
-    for name, row in found.items():
-        assert row["right"], name
-        # The interface also carries headers, acknowledgements, the barriers and the store.
-        assert row["counted"] <= row["sent"] <= 1.05 * row["counted"] + 20_000, f"{name}: {row}"
-    # The reference systems all-reduce the whole cotangent of a gather and keep their part of it.
-    assert found["backward of all_gather"]["sent"] < 0.55 * found["psum"]["sent"]
-    assert list(Path("/run/netns").glob(f"ltx{os.getpid()}*")) == []
-
-
-@pytest.mark.full
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("n", [2, 3])
 def test_a_step_sends_what_is_recorded(n: int) -> None:
@@ -40,3 +27,7 @@ def test_a_step_sends_what_is_recorded(n: int) -> None:
             where = f"{name}, rank {rank}: {row}"
             assert row["right"], where
             assert row["sent"] == pytest.approx(row["recorded"], rel=0.03), where
+        # The reference systems all-reduce the whole cotangent of a gather and keep their part of it.
+        gathered, summed = found["backward of all_gather"]["sent"] / 500_000, found["psum"]["sent"] / 1_200_000
+        assert gathered < 0.55 * n * summed
+    assert list(Path("/run/netns").glob(f"ltx{os.getpid()}*")) == []
