@@ -40,19 +40,6 @@ def test_ranks_in_another_order(ranks: Callable[[int], Any]) -> None:
     assert list(ranks(2).run(run)) == [(1, [1, 0]), (0, [1, 0])]
 
 
-def test_opened_and_closed_again_and_again(ranks: Callable[[int], Any]) -> None:
-    def run() -> Any:
-        groups = len(dist.distributed_c10d._world.pg_map)
-        sums = []
-        for turn in range(3):
-            with ltx.axis_from_group([0, 1]) as axis, ltx.axis_from_group([0, 1], "other") as other:
-                sums.append(float(ltx.psum(torch.tensor(1.0), axis) + ltx.psum(torch.tensor(turn), "other")))
-                assert axis.name != other.name
-        return sums, len(dist.distributed_c10d._world.pg_map) - groups
-
-    assert ranks(2).run(run).replicated() == ([2.0, 4.0, 6.0], 0)
-
-
 def test_what_is_closed_leaves_no_threads_and_files(ranks: Callable[[int], Any]) -> None:
     """Though what was planned and differentiated on it may still refer to it."""
 

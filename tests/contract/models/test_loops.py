@@ -13,9 +13,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import ltx
-from ltx.errors import ReplicaDivergedError
 from tests.kinds import Params, Ranks
-from tests.train_on import go_on, said, trained
+from tests.train_on import go_on, trained
 
 Pair = tuple[Params, Params]
 
@@ -46,18 +45,6 @@ def data_loader() -> Pair:
         gradients = grad(loss)(alone, x[places], y[places])
         alone = {k: p - 0.1 * gradients[k] for k, p in alone.items()}
     return state.params, alone
-
-
-def maml() -> Pair:
-    def outer(p: Params, x: Tensor, y: Tensor) -> Tensor:
-        inner = grad(loss)(p, x[:4], y[:4])
-        return loss({k: v - 0.1 * inner[k] for k, v in p.items()}, x[4:], y[4:])
-
-    size, (params, x, y) = ltx.world().size, problem()
-    tasks = list(zip(x.chunk(size), y.chunk(size), strict=True))
-    each = [grad(outer)(params, *task) for task in tasks]
-    mean = {k: torch.stack([g[k] for g in each]).mean(0) for k in params}
-    return ltx.grad(ltx.data_parallel(outer))(params, *ltx.shard((x, y))), mean
 
 
 def clipped_mean(per_sample: Params) -> Params:
@@ -105,7 +92,7 @@ def contrastive() -> Pair:
     return ltx.grad(step)(params, *ltx.shard((images, texts))), grad(over(lambda rows: rows))(params, images, texts)
 
 
-LOOPS = {"DataLoader": data_loader, "MAML": maml, "DP-SGD": dp_sgd, "PINN": physics, "CLIP": contrastive}
+LOOPS = {"DataLoader": data_loader, "DP-SGD": dp_sgd, "PINN": physics, "CLIP": contrastive}
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -114,15 +101,3 @@ def test_like_one_process(name: str, ranks: Ranks, seed: int) -> None:
         torch.testing.assert_close(
             {k: v.detach() for k, v in found.items()}, {k: v.detach() for k, v in expected.items()}
         )
-
-
-def test_a_forgotten_seed(ranks: Ranks) -> None:
-    def run() -> str:
-        torch.manual_seed(ltx.world().rank)
-        params = {name: torch.randn_like(p) for name, p in NET.named_parameters()}
-        return said(
-            ReplicaDivergedError,
-            lambda: ltx.grad(ltx.data_parallel(loss))(params, torch.randn(2, 4), torch.zeros(2, dtype=torch.int64)),
-        )
-
-    assert "params = ltx.broadcast(params)" in ranks(2).run(run).replicated()

@@ -349,12 +349,6 @@ def guarded(seed: int, bad: int, rank_of_bad: int) -> Any:
     return state.params, leaf.detach()
 
 
-@pytest.mark.parametrize("bad", [0, 1])
-def test_a_guarded_step_on_two_ranks(bad: int, ranks: Callable[[int], Any], seed: int) -> None:
-    for found, expected in ranks(2).run(guarded, seed, bad, 1):
-        torch.testing.assert_close(found, expected)
-
-
 def test_schedules_and_names() -> None:
     optimizer = from_torch(Lion, lr=lambda count: 1.0 / (1 + count), betas=(0.0, 0.0))
     params, state = torch.tensor([0.0]), from_torch(Lion).init(torch.tensor([0.0]))

@@ -37,12 +37,6 @@ def test_models_of_other_sizes_one_after_the_other() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["sgd", "powersgd", "guarded"])  # the others are the same alone
-def test_alone(name: str) -> None:
-    assert_alike(*trained(name, "aot_eager"))
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("name", STEPS)
 def test_two_ranks(name: str, ranks: Ranks) -> None:
     results = ranks(2).run(trained, name, "aot_eager")

@@ -105,7 +105,6 @@ def test_accumulate_and_block_commute(way: str, seed: int) -> None:
         assert_close(WAYS[way](blocked, params_of(module), *batch), expected)
 
 
-# Differential privacy: per-sample gradients, clipped, then averaged.
 def test_error() -> None:
     assert said(StepError, ltx.block_backward_sync, lambda p: p) == (
         "block_backward_sync takes a step made by ltx.data_parallel, got function. A step that isn't data parallel has "

@@ -268,15 +268,6 @@ def test_simulated_ranks_have_no_clock() -> None:
     refuses(UnsupportedError, text, ltx.vmap(train, in_dims=(None, 0)), train.init(start()), torch.ones(2))
 
 
-def test_a_world_of_one_has_nobody_to_average_with() -> None:
-    train = trainer(AsyncAveraging(sync_interval_ms=0))
-    state = train.init(start())
-    for _ in range(3):
-        state, _ = train(state, torch.tensor(2.0))
-        assert state.pending is None
-    torch.testing.assert_close(train.finish(state).params["b"].item(), 0.5 - 3 * LR * 2.0)
-
-
 @pytest.mark.full
 def test_a_compiled_graph_doesnt_leave_the_warm_up() -> None:
     strategy = AsyncAveraging(warmup_steps=2)
