@@ -17,7 +17,7 @@ MUTANTS = (
         old="self.outer_lr * (grad + self.outer_momentum * v)",
         new="self.outer_lr * (grad + self.outer_momentum * state[VELOCITY])",
         breaks="the outer step uses the velocity of the step before",
-        tests=("tests/contract/strategies/test_diloco.py",),
+        tests=("tests/contract/strategies/test_conformance.py::test_a_world_of_one_does_what_the_reference_says",),
     ),
     Mutant(
         name="strategies: the anchor stays",

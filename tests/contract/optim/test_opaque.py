@@ -328,27 +328,6 @@ def test_a_first_step_that_is_skipped_begins_no_state(finite: Any, donate: bool,
     assert torch.equal(after["w"], leaf)
 
 
-def guarded(seed: int, bad: int, rank_of_bad: int) -> Any:
-    """Three steps, of which one has a gradient that isn't finite on one rank; and torch's without that step."""
-    torch.manual_seed(seed)
-    rank = int(ltx.axis_index())
-    start, xs = torch.randn(3, dtype=torch.float64), torch.randn(3, 2, 3, dtype=torch.float64)
-    train = ltx.train_step(
-        ltx.data_parallel(lambda w, x: (w * x).square().mean()), from_torch(Anchored, lr=0.1), guard="skip"
-    )
-    state = train.init(start)
-    leaf = start.clone().requires_grad_()
-    reference = Anchored([leaf], lr=0.1)
-    for number, x in enumerate(xs):
-        own = ltx.shard(x)
-        state, metrics = train(state, own * torch.nan if (number, rank) == (bad, rank_of_bad) else own)
-        assert bool(metrics.skipped) == (number == bad)
-        if number != bad:
-            leaf.grad = torch.func.grad(lambda w, x=x: (w * x).square().mean())(leaf.detach())
-            reference.step()
-    return state.params, leaf.detach()
-
-
 def test_schedules_and_names() -> None:
     optimizer = from_torch(Lion, lr=lambda count: 1.0 / (1 + count), betas=(0.0, 0.0))
     params, state = torch.tensor([0.0]), from_torch(Lion).init(torch.tensor([0.0]))
