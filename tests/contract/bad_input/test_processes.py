@@ -171,6 +171,7 @@ def test_where_ltx_unpickles() -> None:
         "uneven.py:_objects",
         "pickling.py:_of_peer",
         "messages.py:receive",
+        "worker.py:_by_value",
         "failures.py:failure_error",
         "storage.py:read_metadata",
     }
