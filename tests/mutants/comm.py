@@ -73,6 +73,26 @@ MUTANTS = (
         tests=("tests/internal/comm/test_step_summary.py",),
     ),
     Mutant(
+        name="comm: what is known is expected anywhere",
+        where="Habit.expects",
+        old="return issue < self._compared or self._calls[self._next : self._next + 1] == [fingerprint]",
+        new="return True",
+        breaks="over sockets, ranks that call known collectives of other sizes are ended by the backend",
+        tests=(
+            "tests/contract/comm/test_axis_comm.py::test_known_collectives_in_another_order_are_refused_over_sockets",
+        ),
+    ),
+    Mutant(
+        name="comm: what is refused waits for its last chunk",
+        where="TransportWork.completed",
+        old="return self.refused or self.transport.emptied >= self.end",
+        new="return self.transport.emptied >= self.end",
+        breaks="of two collectives of other sizes that meet in shared memory the longer one waits for ever",
+        tests=(
+            "tests/contract/comm/test_axis_comm.py::test_known_collectives_in_swapped_order_are_refused_by_shared_memory",
+        ),
+    ),
+    Mutant(
         name="comm: the digest takes no note of the order",
         where="Channel.advance",
         old="self.digest = (self.digest * 1_000_003 + agreement.fingerprint) % _DIGEST_PRIME",

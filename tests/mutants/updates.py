@@ -119,6 +119,22 @@ MUTANTS = (
         tests=("tests/internal/strategies/test_async.py",),
     ),
     Mutant(
+        name="optim: a pair of functions keeps the parameters themselves",
+        where="FunctionPair._apart",
+        old="return state if traced.recording() or private.in_transform() else unshared(state, params)",
+        new="return state",
+        breaks="with donate=True an optimizer's state that is the parameters follows them",
+        tests=("tests/contract/optim/test_base.py::test_a_state_that_is_the_parameters",),
+    ),
+    Mutant(
+        name="optim: a class with a step of its own runs by torch's kernel",
+        where="build",
+        old="if hooked or len(shell.param_groups) > 1 or not all(module.startswith('torch.optim') for module in torchs):",
+        new="if not hasattr(cls, '_init_group'):",
+        breaks="what the class does in its step, its hooks or its groups is left out",
+        tests=("tests/contract/optim/test_opaque.py::test_as_the_class_itself",),
+    ),
+    Mutant(
         name="optim: a schedule is asked for the next step",
         where="ClassOptimizer._values",
         old="else scheduled(name, own, count)",
