@@ -129,8 +129,8 @@ MUTANTS = (
     Mutant(
         name="optim: a class with a step of its own runs by torch's kernel",
         where="build",
-        old="if hooked or len(shell.param_groups) > 1 or not all(module.startswith('torch.optim') for module in torchs):",
-        new="if not hasattr(cls, '_init_group'):",
+        old="hooked = shell._optimizer_step_pre_hooks or shell._optimizer_step_post_hooks",
+        new="hooked, torchs = {}, ()",
         breaks="what the class does in its step, its hooks or its groups is left out",
         tests=("tests/contract/optim/test_opaque.py::test_as_the_class_itself",),
     ),
