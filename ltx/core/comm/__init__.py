@@ -1,6 +1,7 @@
 """All communication of ltx: every collective is issued through this package."""
 
 from ltx.core.comm.axis_comm import AxisComm as AxisComm
+from ltx.core.comm.axis_comm import compare_unusual as compare_unusual
 from ltx.core.comm.backends import HOST_BLOCKING as HOST_BLOCKING
 from ltx.core.comm.backends import to_device as to_device
 from ltx.core.comm.channel import Channel as Channel

@@ -208,15 +208,6 @@ class AxisComm(Ranks):
             known = self.known[key] = Agreement(signature, signature.fingerprint, value)
         return known
 
-    def compare_unusual(self, channel: Channel, known: Agreement, on: Channel | None = None) -> None:
-        """Compare a call of `channel`, on that one or another, that is known and comes where another one came before.
-
-        Peers may be about to issue that one.
-        """
-        usual = channel.habit is None or channel.habit.expects(known.fingerprint, channel.issued)
-        if not (usual or under_way):
-            self._compare(on or channel, known.signature, None)
-
     def _compare(self, channel: Channel, signature: Signature, offer: Any) -> Any:
         if channel in self._phases:
             self.passes.find_dropped()
@@ -256,7 +247,7 @@ class AxisComm(Ranks):
         if channel is self.user and not torch.is_grad_enabled():  # an autograd Function's forward disables gradients
             self.issued_in_graphs += 1
         agreed = self.negotiate(channel, key, describe)
-        self.compare_unusual(channel, agreed)
+        compare_unusual(self, channel, agreed)
         channel.advance(agreed)
 
     def check_usable(self) -> None:
@@ -271,6 +262,16 @@ class AxisComm(Ranks):
                 f"rank {self.rank}: rank {who} was lost while the ranks connected on axis {self.name!r}: its process "
                 "is gone, or shows no sign of life."
             )
+
+
+def compare_unusual(axis_comm: AxisComm, channel: Channel, known: Agreement, on: Channel | None = None) -> None:
+    """Compare a call of `channel`, on that one or another, that is known and comes where another one came before.
+
+    Peers may be about to issue that one.
+    """
+    usual = channel.habit is None or channel.habit.expects(known.fingerprint, channel.issued)
+    if not (usual or under_way):
+        axis_comm._compare(on or channel, known.signature, None)
 
 
 def _in_turn(steps: list[Callable[[], object]]) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from ltx.core.base import private
 from ltx.core.base.errors import UnsupportedError
-from ltx.core.comm.axis_comm import AxisComm
+from ltx.core.comm.axis_comm import AxisComm, compare_unusual
 from ltx.core.comm.backends import HostCopy
 from ltx.core.comm.channel import Work
 from ltx.core.comm.operations import OPERATIONS
@@ -99,7 +99,7 @@ class ProcessRanks(AxisComm):
             on.habit.compared(on.issued)
         agreed = self.negotiate(on, key(), describe, offer)
         if on is self.user:
-            self.compare_unusual(on, agreed)
+            compare_unusual(self, on, agreed)
         return agreed
 
     def announce(self, agreement: Agreement) -> None:
@@ -136,7 +136,7 @@ class ProcessRanks(AxisComm):
     def tell(self, label: str, numbers: list[int], describe: Describe, key: Key) -> list[list[int]]:
         user, signature = self.user, describe()
         agreed = replace(self.negotiate(user, key(), lambda: signature), signature=signature)
-        self.compare_unusual(user, agreed)
+        compare_unusual(self, user, agreed)
         user.advance(agreed)
         with private.below_transforms():  # the numbers are sizes, which transforms don't change
             mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")

@@ -27,7 +27,7 @@ from ltx.core.base import private, traced
 from ltx.core.base.errors import LtxError, RankMismatchError, ReplicaDivergedError, no_mean
 from ltx.core.base.private import unwrapped
 from ltx.core.comm import ledger
-from ltx.core.comm.axis_comm import AxisComm
+from ltx.core.comm.axis_comm import AxisComm, compare_unusual
 from ltx.core.comm.backends import CommStream, HostCopy, to_device
 from ltx.core.comm.channel import WHICH_CALL, Channel, Work
 from ltx.core.comm.operations import bytes_sent
@@ -235,7 +235,7 @@ def begin_pass(
     axis_comm.under_way = among.under_way = name
     if agreement is not None:
         if channel.habit is not None and not channel.habit.expects(agreement.fingerprint, channel.issued):
-            among.compare_unusual(channel, agreement)
+            compare_unusual(among, channel, agreement)
         channel.advance(agreement)
     issued = axis_comm.user.digest ^ (channel.digest << 1)
     said = Said(issued, among.passes.step, among.passes.counted, unreduced, isinstance(weight, torch.Tensor))

@@ -130,7 +130,7 @@ class Pending:
             if program.samples:  # ranks have compared the parameters' shapes alone
                 said = f"{self._what} {place} of a backward pass", (), f"{list(program.samples)} samples"
                 agreed = self.among.negotiate(self.among.user, said, partial(comm.Signature, *said))
-                self.among.compare_unusual(self.among.first_phase, agreed, self.among.user)
+                comm.compare_unusual(self.among, self.among.first_phase, agreed, self.among.user)
                 self.among.first_phase.advance(agreed)
             device = program.reads[0].device
             stream = self._streams[device] if device in self._streams else self._comm.stream_of(device)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -300,7 +299,10 @@ def data_parallel(
     Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.
     """
     chosen = default_strategy() if strategy is None else strategy
-    wrap = partial(DataParallel, strategy=chosen, argnums=argnums, axis=axis, outputs=outputs, returns=returns)
+
+    def wrap(fn: Step) -> DataParallel:
+        return DataParallel(fn, chosen, argnums, axis, outputs, returns)
+
     return wrap if step_fn is None else wrap(step_fn)
 
 
