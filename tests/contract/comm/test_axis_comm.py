@@ -230,6 +230,26 @@ def test_known_collectives_in_another_order_are_refused_over_sockets(
         assert f"ranks disagree on psum, the value itself: rank 0: {order[0]}; rank 1: {order[1]}." in text
 
 
+def test_what_comes_as_before_is_not_compared_again_over_sockets(on_new_axis: OnNewAxis) -> None:
+    """Of epochs that train and evaluate, the third and later ones compare a call at each turn, and no other."""
+
+    def run() -> list[int]:
+        train = ltx.train_step(ltx.data_parallel(lambda w: (w**2).sum()), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+        state, counts, channels = train.init(torch.ones(3)), [], inside.resolve(None).comm.channels
+        for _ in range(5):
+            before = sum(channel.compared for channel in channels)
+            for _ in range(20):
+                state, metrics = train(state)
+                ltx.pmean(metrics.loss)
+            for _ in range(7):
+                ltx.psum({"right": torch.ones(()), "of": torch.ones(2)})
+            counts.append(sum(channel.compared for channel in channels) - before)
+        return counts
+
+    for counts in on_new_axis(run, sockets=True):
+        assert all(count <= 3 for count in counts[2:]), counts
+
+
 @pytest.mark.parametrize("sizes", [(3, 5), (5, 200_000)], ids=str)
 @pytest.mark.parametrize("differentiate", ["train_step", "ltx.grad", "torch.func.grad", "backward"])
 def test_steps_of_two_models_in_another_order_are_refused_over_sockets(
