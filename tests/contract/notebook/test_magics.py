@@ -219,17 +219,17 @@ def test_cells_bring_the_names_that_they_use(kernel: Kernel) -> None:
 
 def test_values_of_two_cells_that_share_a_module_are_refused(kernel: Kernel) -> None:
     """A copy would be trained in the model's place. Together, or without anything in common, they come."""
-    made = "net = torch.nn.Linear(1, 1)\nopt = torch.optim.SGD(net.parameters(), lr=0.1)"
-    assert kernel.run(f"{made}\nxs = torch.ones(2)\nys = xs[:1]\nf = lambda: net(ys)") == []
-    assert kernel.run("%%ltx\nassert net.training, xs") == []
-    [(_, text)] = kernel.run("%%ltx\nopt.step()")
-    assert "'opt' and 'net' share a Parameter, and 'net' came to the workers in an earlier cell" in text
-    assert "`%%ltx --in net,opt`" in text
-    assert kernel.run("%%ltx\nassert f().shape == (1,)") == []
-    same = "assert opt.param_groups[0]['params'][0] is net.weight"
-    assert kernel.run(f"%%ltx --in net,opt\n{same}") == []
-    assert kernel.run(f"{made}\nnets = [net]") == []
-    assert kernel.run("%%ltx\nassert nets[0].training") == [], "of a new module, which no cell has brought"
+    made = "layer = torch.nn.Linear(1, 1)\nits_sgd = torch.optim.SGD(layer.parameters(), lr=0.1)"
+    assert kernel.run(f"{made}\nrows = torch.ones(2)\nrow = rows[:1]\nthrough = lambda: layer(row)") == []
+    assert kernel.run("%%ltx\nassert layer.training, rows") == []
+    [(_, text)] = kernel.run("%%ltx\nits_sgd.step()")
+    assert "'its_sgd' and 'layer' share a Parameter, and 'layer' came to the workers in an earlier cell" in text
+    assert "`%%ltx --in layer,its_sgd`" in text
+    assert kernel.run("%%ltx\nassert through().shape == (1,)") == []
+    same = "assert its_sgd.param_groups[0]['params'][0] is layer.weight"
+    assert kernel.run(f"%%ltx --in layer,its_sgd\n{same}") == []
+    assert kernel.run(f"{made}\nlayers = [layer]") == []
+    assert kernel.run("%%ltx\nassert layers[0].training") == [], "of a new module, which no cell has brought"
 
 
 def test_cells_that_are_not_python(kernel: Kernel) -> None:
