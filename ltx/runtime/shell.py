@@ -35,7 +35,7 @@ _IPYTHON = Path(IPython.__file__).parent
 _INSTALLS = ("pip", "conda", "mamba", "micromamba", "uv")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Cell:
     """The cell `source`, as the notebook's IPython has transformed it; tracebacks and errors call it `name`. There it
     has `main`, the notebook's globals, whose functions have this worker's here.
@@ -69,7 +69,7 @@ class Cell:
         shell.raise_what_was_raised()
         return result.result if self.wants_value else shell.look
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self.name
 
 

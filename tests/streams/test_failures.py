@@ -182,8 +182,9 @@ def test_a_rank_that_leaves_doesn_t_wait_for_a_peer_that_is_gone(whose: str, sta
             else:
                 dist.all_reduce(torch.ones(2), async_op=True).wait()
 
-        add()
-        ltx.barrier()
+        for _ in range(2):  # what comes as it did before isn't compared again
+            add()
+            ltx.barrier()
         if ltx.world().rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         add()

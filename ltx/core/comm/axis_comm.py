@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ltx.core.base import private
-from ltx.core.base.errors import DeadlockDetectedError, PeerLostError, UnsupportedError, WorldError
+from ltx.core.base.errors import DeadlockDetectedError, PeerLostError, StoreGoneError, UnsupportedError, WorldError
 from ltx.core.base.handed_in import HandedIn
 from ltx.core.base.traced import refuse_script
 from ltx.core.comm.backends import CommStream, StreamGroup, backends_of, open_group
@@ -267,11 +268,12 @@ class AxisComm(Ranks):
 def compare_unusual(axis_comm: AxisComm, channel: Channel, known: Agreement, on: Channel | None = None) -> None:
     """Compare a call of `channel`, on that one or another, that is known and comes where another one came before.
 
-    Peers may be about to issue that one.
+    Peers may be about to issue that one. Without the store training goes on, by what is known.
     """
     usual = channel.habit is None or channel.habit.expects(known.fingerprint, channel.issued)
     if not (usual or under_way):
-        axis_comm._compare(on or channel, known.signature, None)
+        with suppress(StoreGoneError):
+            axis_comm._compare(on or channel, known.signature, None)
 
 
 def _in_turn(steps: list[Callable[[], object]]) -> None:

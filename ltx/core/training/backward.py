@@ -142,7 +142,7 @@ class Backward(NamedTuple):
         if self.donate and updated != 0:
             which = "all" if plan is None else f"{updated} of {len(plan.buckets)}"
             what = f"{which} buckets had been updated in place when something failed"
-            instead = 'With overlap="backward" a state is that before the step or that after it.'
+            instead = 'Load a checkpoint. With overlap="backward" a state is that before the step or that after it.'
             self.state.invalidate(what, error, instead)
 
 

@@ -67,10 +67,7 @@ tree.register_node(
 # In place of the strategy's pending communication in what pickle, copy.deepcopy and trees make of a state.
 _LOST = ...
 
-_NEVER_WRITTEN = "With donate=False the tensors of a state are never written to."
-_WRITING = (
-    f"this TrainState is invalid: a step was left in the middle of its update. Load a checkpoint. {_NEVER_WRITTEN}"
-)
+_NEVER_WRITTEN = "Load a checkpoint. With donate=False the tensors of a state are never written to."
 # The step to which a state was donated, or why it is invalid: one cell, which copies of the state share. It is a list
 # since compiled graphs can't make objects of a class.
 _Lease = list[int | str | None]
@@ -229,12 +226,14 @@ class TrainState(Readable):
 
     def begin_writing(self) -> None:
         """Called before a step writes to this state's tensors: the state is invalid until the step has ended."""
-        self.lease[0] = _WRITING
+        self.lease[0] = (
+            f"this TrainState (step {self.step}) is invalid: a step was left in its update. {_NEVER_WRITTEN}"
+        )
 
     def invalidate(self, what: str, error: BaseException, instead: str = _NEVER_WRITTEN) -> None:
         """Mark this state as invalid, because of `what`, when there was an `error`: reading it raises."""
         because = f"{what} ({type(error).__name__}: {error})"
-        why = f"this TrainState (step {self.step}) is invalid: {because}. Load a checkpoint. {instead}"
+        why = f"this TrainState (step {self.step}) is invalid: {because}. {instead}"
         self.lease[0] = why
         for name in _WRITTEN:
             self.__dict__.pop(f"held_{name}", None)
