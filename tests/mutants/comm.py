@@ -88,9 +88,7 @@ MUTANTS = (
         old="return self.refused or self.transport.emptied >= self.end",
         new="return self.transport.emptied >= self.end",
         breaks="of two collectives of other sizes that meet in shared memory the longer one waits for ever",
-        tests=(
-            "tests/contract/comm/test_axis_comm.py::test_known_collectives_in_swapped_order_are_refused_by_shared_memory",
-        ),
+        tests=("tests/contract/comm/test_axis_comm.py::test_the_longer_of_two_collectives_is_refused_at_once",),
     ),
     Mutant(
         name="comm: the digest takes no note of the order",

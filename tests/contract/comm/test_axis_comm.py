@@ -322,6 +322,24 @@ def test_known_collectives_in_swapped_order_are_refused_by_shared_memory(on_new_
         assert torch.equal(x, torch.ones(shapes[rank]))
 
 
+def test_the_longer_of_two_collectives_is_refused_at_once(on_new_axis: OnNewAxis, tmp_path: Path) -> None:
+    """It had waited for chunks that no peer fills, for as long as that peer did something else."""
+
+    def run() -> bool:
+        calls = [lambda: ltx.psum(torch.ones(5)), lambda: ltx.psum(torch.ones(400_000))]
+        for call in calls:
+            call()
+        rank = int(ltx.axis_index())
+        train_on.said(RankMismatchError, calls[rank])
+        (tmp_path / f"{rank}").touch()
+        began = time.monotonic()
+        while not (told := (tmp_path / f"{1 - rank}").exists()) and time.monotonic() - began < 20:
+            time.sleep(0.01)
+        return told
+
+    assert list(on_new_axis(run)) == [True, True]
+
+
 @pytest.mark.full(but=2)
 @pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
 @pytest.mark.parametrize("operation", ["psum", "data_parallel", "barrier 'end'"])
