@@ -105,9 +105,10 @@ class HorovodStrategy(Strategy):
         arguments.check_whole(self, 1, "backward_passes_per_step")
         if self.gradient_predivide_factor is not None:
             arguments.check_number(self, 0, "gradient_predivide_factor", more=True, besides="None or ")
-            if self.op != "average" and self.gradient_predivide_factor != 1:
-                raise self._wrong("gradient_predivide_factor", f'None with op="{self.op}", which has nothing to divide')
             if self.op != "average":
+                if self.gradient_predivide_factor != 1:
+                    told = f'None with op="{self.op}", which has nothing to divide'
+                    raise self._wrong("gradient_predivide_factor", told)
                 object.__setattr__(self, "gradient_predivide_factor", None)
         if arguments.is_whole(groups := self.groups) and groups > 0:
             object.__setattr__(self, "groups", int(groups))

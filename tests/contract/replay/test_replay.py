@@ -27,6 +27,7 @@ from ltx.errors import (
     WorldError,
 )
 from tests.kinds import Params, Ranks
+from tests.train_on import go_on
 
 STEPS, SIZE = 10, 4
 
@@ -213,6 +214,25 @@ def test_a_replay_saves_nothing(rank: int, save: Any, recorded: Path, tmp_path: 
         with pytest.raises(UnsupportedError, match="a replay has one rank, and would write over the training's files"):
             save(tmp_path / "saved", state)
     assert not (tmp_path / "saved").exists()
+
+
+def with_calls_between(run: Path) -> None:
+    train = KINDS["DDP"]()
+    state = train.init(params())
+    with ltx.record_messages(run, steps=range(1, 4)):
+        for x, y in batches("DDP"):
+            state, _ = train(state, x, y)
+            ltx.psum(torch.ones(()))
+
+
+def test_a_call_that_is_left_out_between_steps(ranks: Ranks, tmp_path: Path) -> None:
+    """What is sent is as it was: the calls before it aren't."""
+    ranks(2).run(partial(with_calls_between, tmp_path))
+    train = KINDS["DDP"]()
+    with ltx.replay(tmp_path, rank=0) as replayed:
+        state = replayed.load(train.init(params()))
+        with pytest.raises(RankMismatchError, match="has left the record: expected the recorded calls before"):
+            go_on(train, state, replayed.batches)
 
 
 def not_a_number(run: Path) -> str:

@@ -66,6 +66,7 @@ def test_any_hook_compresses(hook: hooks.CommHook) -> None:
 
     torch.testing.assert_close(run(4.0, op="sum"), run(1.0))
     torch.testing.assert_close(run(1.0, gradient_predivide_factor=2.0), run(1.0))
+    assert ltx.HorovodStrategy(op="sum", gradient_predivide_factor=1.0) == ltx.HorovodStrategy(op="sum")
 
 
 @pytest.mark.full
