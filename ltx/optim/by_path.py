@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ltx.errors import OptimError
 from ltx.extend import LeafState, Optimizer, OptimizerOffers, arguments, brief, optimizers, recording, tree
+from ltx.optim.third_party import from_class
 from ltx.typing import Tree
 
 Labels = Callable[[str], str] | tuple[tuple[str, str], ...]
@@ -258,7 +259,7 @@ def from_torch(
     """
     shared = {"lr": lr, "start_step": start_step, **kwargs}
     if groups is None:
-        return optimizers.from_torch(cls, **shared)
+        return from_class(cls, **shared)
     what = f"from_torch({getattr(cls, '__name__', cls)}): "
     named = groups.values() if isinstance(groups, Mapping) else ()
     own: Mapping[str, Mapping[str, Any]]
@@ -268,7 +269,7 @@ def from_torch(
         own, labels = {**groups, "*": groups.get("*", {})}, {pattern: pattern for pattern in (*groups, "*")}
     else:
         own, labels = _torch_groups(what, groups)
-    return partition({label: optimizers.from_torch(cls, **{**shared, **group}) for label, group in own.items()}, labels)
+    return partition({label: from_class(cls, **{**shared, **group}) for label, group in own.items()}, labels)
 
 
 def _torch_groups(what: str, groups: Any) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:

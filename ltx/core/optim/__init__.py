@@ -1,5 +1,6 @@
 """Optimizers as pairs of pure functions, ``init(params)`` and ``update(grads, state, params)``, as in optax."""
 
+from ltx.core.base.private import has_memory as has_memory
 from ltx.core.base.traced import at_trace_time as at_trace_time
 from ltx.core.optim.base import Optimizer as Optimizer
 from ltx.core.optim.base import TorchState as TorchState
@@ -7,7 +8,9 @@ from ltx.core.optim.base import advanced as advanced
 from ltx.core.optim.base import apply_leaves as apply_leaves
 from ltx.core.optim.base import apply_updates as apply_updates
 from ltx.core.optim.base import at_nodes as at_nodes
+from ltx.core.optim.base import check_grads as check_grads
 from ltx.core.optim.base import check_state as check_state
+from ltx.core.optim.base import differentiated as differentiated
 from ltx.core.optim.base import donated as donated
 from ltx.core.optim.base import leaves_like as leaves_like
 from ltx.core.optim.base import times_lr as times_lr
@@ -20,12 +23,13 @@ from ltx.core.optim.combine import identity as identity
 from ltx.core.optim.combine import members_of as members_of
 from ltx.core.optim.combine import with_members as with_members
 from ltx.core.optim.from_torch import TorchOptimizer as TorchOptimizer
-from ltx.core.optim.from_torch import from_torch as from_torch
 from ltx.core.optim.grad_transforms import ClipByGlobalNorm as ClipByGlobalNorm
 from ltx.core.optim.grad_transforms import ClipState as ClipState
 from ltx.core.optim.grad_transforms import clip_by_global_norm as clip_by_global_norm
 from ltx.core.optim.grad_transforms import clip_by_value as clip_by_value
 from ltx.core.optim.grad_transforms import grad_norm as grad_norm
 from ltx.core.optim.grad_transforms import measure_global_norm as measure_global_norm
+from ltx.core.optim.kernel import NotGatheredError as NotGatheredError
+from ltx.core.optim.torch_class import ClassOptimizer as ClassOptimizer
 from ltx.core.optim.torch_class import Hyperparameter as Hyperparameter
 from ltx.core.optim.torch_class import Kept as Kept

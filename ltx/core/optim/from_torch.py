@@ -30,8 +30,8 @@ from ltx.core.optim.base import (
     donated,
     leaves_like,
 )
-from ltx.core.optim.kernel import Kernel, NotGatheredError, build, fusable, run_aligned, run_pure, side_by_side
-from ltx.core.optim.torch_class import ClassOptimizer, Hyperparameter, OpaqueOptimizer, check_grad_layouts, check_params
+from ltx.core.optim.kernel import Kernel, build, fusable, run_aligned, run_pure, side_by_side
+from ltx.core.optim.torch_class import ClassOptimizer, Hyperparameter, check_grad_layouts, check_params
 from ltx.typing import Tree
 
 _ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
@@ -46,7 +46,7 @@ _SKIPPING = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW})
 
 @dataclass(frozen=True, repr=False)
 class TorchOptimizer(ClassOptimizer):
-    """A ``torch.optim`` class with its hyperparameters; made by :func:`from_torch`."""
+    """A ``torch.optim`` class with its hyperparameters; made by :func:`ltx.optim.from_torch`."""
 
     kernel: Kernel = field(init=False, compare=False)
     _skip: Tensor | None = field(default=None, init=False, compare=False)  # set for one update by `_unless`
@@ -234,14 +234,6 @@ class TorchOptimizer(ClassOptimizer):
 
 def _times(lr: Callable[[int], Any], factor: float, count: int) -> Any:
     return lr(count) * factor
-
-
-def from_torch(cls: type[torch.optim.Optimizer], lr: Any = None, start_step: int = 0, **kwargs: Any) -> ClassOptimizer:
-    """:func:`ltx.optim.from_torch` without groups."""
-    try:
-        return TorchOptimizer(cls, lr, kwargs, start_step=start_step)
-    except NotGatheredError:
-        return OpaqueOptimizer(cls, lr, kwargs, start_step=start_step)
 
 
 @traced.at_trace_time

@@ -28,7 +28,7 @@ from ltx.core.optim.base import LeafStates, Rate, Tensors
 
 
 class NotGatheredError(OptimError):
-    """The class doesn't make its state in ``_init_group``, so :mod:`ltx.core.optim.torch_class` has to run it."""
+    """The class doesn't make its state in ``_init_group``, so :mod:`ltx.optim.third_party` has to run it."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,267 @@
+"""Classes of ``torch.optim.Optimizer`` with a ``step()`` of their own, which may look at all parameters.
+
+Each update by such a class makes an instance on aliases of all parameters, puts the state into it, calls ``step()``,
+and takes the state out again.
+
+Such a class makes a parameter's state at its first gradient, if there is no state yet. But the caller's state has one
+structure from the start. So the caller's state also has a flag for each parameter that says whether its state has
+begun. State that hasn't begun isn't put into the instance: the parameter had no gradient yet, or its step was skipped.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ltx.errors import OptimError
+from ltx.extend import arguments, brief, optimizers, recording, tree
+from ltx.typing import Tree
+
+TorchState = optimizers.TorchState
+
+
+def from_class(
+    cls: type[torch.optim.Optimizer], lr: Any = None, start_step: int = 0, **kwargs: Any
+) -> optimizers.ClassOptimizer:
+    """:func:`ltx.optim.from_torch` without groups."""
+    try:
+        return optimizers.TorchOptimizer(cls, lr, kwargs, start_step=start_step)
+    except optimizers.NotGatheredError:
+        return ThirdParty(cls, lr, kwargs, start_step=start_step)
+
+
+# Prefixes of keys mark tensors that stand for a number or for None in an instance's state. _BEGUN is the key of the
+# flag that says whether a parameter's state has begun. The flag is a CPU tensor, as the host reads it.
+_NUMBER, _NONE, _BEGUN = "number ", "none ", "has begun"
+
+
+@dataclass(frozen=True, repr=False)
+class ThirdParty(optimizers.ClassOptimizer):
+    """A class without ``_init_group``; made by :func:`ltx.optim.from_torch`. It updates all parameters together (in a
+    :func:`ltx.optim.partition` those of its group), since one's update may depend on the others, as LAMB's clipping
+    does: ``overlap="update"`` and ZeRO refuse it.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        instance = self._instance([torch.zeros(1, 1, requires_grad=True, device="cpu")], 0, self._hyper)
+        if callable(getattr(instance, "eval", None)):
+            warnings.warn(
+                f"{self.cls.__name__} evaluates with other weights than it trains with (its eval()), and a state has "
+                "the latter. The former are optimizer.evaluated(state.params, state.opt_state).",
+                stacklevel=4,
+            )
+
+    def evaluated(self, params: Tree, state: TorchState) -> Tree:
+        """Copies of `params` with the weights for evaluation, of a class that has ``eval()`` (schedule-free ones)."""
+        leaves, spec = tree.flatten(params)
+        with torch.no_grad():
+            aliases = [x.detach().clone().requires_grad_() for x in leaves]
+            instance = self._restored(aliases, state, spec, donate=False)
+            if callable(train := getattr(instance, "train", None)):
+                train()  # as in a step; before the first one there is nothing to change
+            if state.count:
+                instance.eval()
+        return spec.unflatten([x.detach() for x in aliases])
+
+    def init(self, params: Tree) -> TorchState:
+        tree.check_tensors(params, "params")
+        self._refuse_if(optimizers.differentiated())
+        leaves, spec = tree.flatten(params)
+        # A trial step on gradients of ones shows which state the class keeps; the trial's values are dropped.
+        probes = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+        instance = self._instance(probes, 0, hyper := self._hyper)
+        try:
+            group = self._step(instance, probes, [torch.ones_like(leaf) for leaf in leaves], None)
+        except (OptimError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise OptimError(
+                f"{self}: its step() raised {type(error).__name__} on gradients of ones: {error} ltx makes an instance "
+                "and calls its train(), if it has one, and its step(). What needs more can be written as a pair of "
+                "functions: ltx.optim.from_functions."
+            ) from error
+        kept = [_before(self._taken(instance, p)) for p in probes]
+        return TorchState({"params": spec.unflatten(kept), "group": _before(group)}, hyper=hyper)
+
+    @arguments.checked("donate")
+    def apply(self, grads: Tree, state: TorchState, params: Tree, *, donate: bool = False) -> tuple[Tree, TorchState]:
+        leaves, spec = tree.flatten(params)
+        if not isinstance(state, TorchState) or not isinstance(state.per_param, dict):
+            raise OptimError(f"{self} expected the state that its init(params) made, got {brief(state)}.")
+        given = optimizers.leaves_like(spec, grads, "grads")
+        optimizers.check_grads(given, leaves, params)
+        given = [None] * len(leaves) if self.start_step and state.count < self.start_step else given
+        kept = optimizers.leaves_like(spec, state.per_param["params"], "the optimizer's state")
+        shared = state.per_param["group"]
+        others = [*(g for g in given if g is not None), *(x for own in (*kept, shared) for x in own.values())]
+        self._refuse_if(not optimizers.donated(leaves, others) if donate else optimizers.differentiated(leaves, others))
+        targets = leaves if donate else [leaf.clone() for leaf in leaves]
+        with torch.no_grad():
+            aliases = [x.detach().requires_grad_() for x in targets]
+        instance = self._restored(aliases, state, spec, donate)
+        if donate:  # autograd doesn't count writes to `param.data`
+            torch.autograd.graph.increment_version(targets)
+        own_grads = [None if g is None else g.detach().clone() for g in given]
+        group = self._step(instance, aliases, own_grads, _put(shared, donate=True).keys())
+        for target, alias in zip(targets, aliases, strict=True):
+            if alias.data_ptr() != target.data_ptr():  # the step has set `param.data` to another tensor
+                target.copy_(alias.detach())
+        after = [_begun(self._taken(instance, alias)) or own for alias, own in zip(aliases, kept, strict=True)]
+        per_param = {"params": spec.unflatten(after), "group": _begun(group)}
+        return spec.unflatten(targets), TorchState(per_param, state.count + 1, state.hyper)
+
+    def _restored(self, params: list[Tensor], state: TorchState, spec: Any, donate: bool) -> Any:
+        instance, shared = self._instance(params, state.count, state.hyper), state.per_param["group"]
+        kept = optimizers.leaves_like(spec, state.per_param["params"], "the optimizer's state")
+        for param, own in zip(params, kept, strict=True):
+            if own.get(_BEGUN):
+                instance.state[param] = _put(own, donate)
+        if shared.get(_BEGUN):
+            instance.param_groups[0].update(_put(shared, donate))
+        return instance
+
+    def _instance(self, params: list[Tensor], count: int, hyper: Tree) -> Any:
+        arguments = ({} if self.lr is None else {"lr": self.lr}) | self._kwargs | self._values(count, hyper)
+        if isinstance(lr := arguments.get("lr"), Tensor):
+            self._refuse_if(optimizers.differentiated([lr]))
+            arguments["lr"] = float(lr)
+        try:
+            return self.cls(params, **arguments)
+        except (ValueError, TypeError, RuntimeError) as error:
+            name = self.cls.__name__
+            raise OptimError(f"from_torch({name}): {name} refused its arguments: {error}") from error
+
+    def _step(
+        self, instance: Any, params: list[Tensor], grads: list[Tensor | None], carried: Collection[str] | None
+    ) -> dict[str, Tensor]:
+        """Run ``step()``; return the param group's values of the keys `carried`, or of all that the step changed."""
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        closure = inspect.signature(instance.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise OptimError(
+                f"{self}: its step() wants a closure, to call the loss again. ltx has the gradients by then: write the "
+                "optimizer as a pair of functions, ltx.optim.from_functions."
+            )
+        if callable(train := getattr(instance, "train", None)):  # schedulefree's optimizers must be in train mode
+            train()
+        before, group = _kept_elsewhere(instance), instance.param_groups[0]
+        settings = dict(group)
+        instance.step()
+        after = _kept_elsewhere(instance)
+        if carried is None:
+            carried = [key for key in settings if group[key] is not settings[key] and group[key] != settings[key]]
+        held = self._group(group, [key for key in carried if key not in self._varying])
+        for place in before | after:
+            name = place.removeprefix(_GROUP)
+            if before.get(place) != after.get(place) and not {name, f"{_NUMBER}{name}"} & set(held):
+                raise OptimError(
+                    f"{self}: its step() changes {place}, and ltx carries what is in state[parameter], and what the "
+                    "class itself adds to a group as numbers or tensors, from step to step. What is kept elsewhere "
+                    "would begin anew at each. Write it as a pair of functions: ltx.optim.from_functions."
+                )
+        own = {id(param) for param in params}
+        for key in instance.state:
+            if id(key) not in own:
+                raise OptimError(
+                    f"{self} keeps state under {brief(key)}, which isn't a parameter, so it would begin anew at each "
+                    "step. Write it as a pair of functions: ltx.optim.from_functions."
+                )
+        return held
+
+    def _taken(self, instance: Any, param: Tensor) -> dict[str, Tensor]:
+        return {name: value for key, x in instance.state[param].items() for name, value in [self._tensor(key, x)]}
+
+    def _group(self, group: Mapping[str, Any], carried: Collection[str]) -> dict[str, Tensor]:
+        """The numbers and tensors that the class keeps in its param group, such as a count of steps."""
+        settings = _SETTINGS.union(inspect.signature(self.cls).parameters).difference(carried)
+        numbers = {k: x for k, x in group.items() if isinstance(x, bool | int | float | Tensor) and k not in settings}
+        return dict(self._tensor(key, x) for key, x in numbers.items())
+
+    def _tensor(self, key: Any, value: Any) -> tuple[str, Tensor]:
+        if isinstance(value, Tensor):
+            if not optimizers.has_memory(value):  # torchao's eight bits are two tensors
+                raise OptimError(
+                    f"{self} keeps a {type(value).__name__} in its state as {key!r}, which isn't a plain tensor: its "
+                    "numbers lie in others. Take a class that keeps plain tensors."
+                )
+            return str(key), value.detach()
+        if value is None:
+            return f"{_NONE}{key}", torch.zeros(0, device="cpu")
+        if isinstance(value, bool | int | float):
+            dtype = torch.float64 if isinstance(value, float) else None
+            return f"{_NUMBER}{key}", torch.tensor(value, dtype=dtype, device="cpu")
+        raise OptimError(
+            f"{self} keeps {brief(value)} in its state as {key!r}, which the caller can't hold as a tensor. Write it "
+            "as a pair of functions: ltx.optim.from_functions."
+        )
+
+    def _refuse_if(self, is_differentiated: bool) -> None:
+        if is_differentiated or recording():
+            raise OptimError(
+                f"{self} runs the class' own step() on tensors of its own, which neither torch.func nor torch.compile "
+                "nor autograd looks into, and what it is given is under a transform or requires grad. Update outside "
+                "of them: under torch.no_grad() where no derivative of the update is wanted. Else take a class of "
+                "torch.optim, or write it as a pair of functions: ltx.optim.from_functions."
+            )
+
+
+# The keys of a param group that are settings, not state.
+_SETTINGS = frozenset({"lr", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize"})
+
+_GROUP = "the group's "
+_DEPTH = 3
+
+
+def _kept_elsewhere(instance: torch.optim.Optimizer) -> dict[str, Any]:
+    """A snapshot of everything that an instance keeps outside of its state, to see whether a step changes it."""
+    usual = {"state", "param_groups", "defaults", *vars(torch.optim.SGD([torch.zeros(1, device="cpu")]))}
+    found = {f"self.{name}": _looks(x) for name, x in vars(instance).items() if name not in usual}
+    for number, group in enumerate(instance.param_groups):
+        where = _GROUP if number == 0 else f"group {number}'s "
+        found |= {f"{where}{k}": _looks(x) for k, x in group.items() if k not in _SETTINGS - {"lr"} | {"params"}}
+    return found
+
+
+def _looks(x: Any, depth: int = 0) -> Any:
+    if isinstance(x, Tensor):
+        return id(x), x._version
+    if isinstance(x, bool | int | float | complex | str | None):
+        return repr(x)
+    if isinstance(x, Mapping) and depth < _DEPTH:
+        return [(repr(key), _looks(value, depth + 1)) for key, value in x.items()]
+    if isinstance(x, list | tuple | deque) and depth < _DEPTH:
+        return [_looks(value, depth + 1) for value in x]
+    return id(x)
+
+
+def _before(taken: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state before the first step, with the structure of `taken`, an instance's state after a step."""
+    return _begun({name: torch.zeros_like(x) for name, x in taken.items()}, False)
+
+
+def _begun(taken: dict[str, Tensor], has_begun: bool = True) -> dict[str, Tensor]:
+    return {**taken, _BEGUN: torch.tensor(has_begun, device="cpu")} if taken else {}
+
+
+def _put(kept: Mapping[str, Tensor], donate: bool) -> dict[str, Any]:
+    """The state to put into an instance, which may overwrite it: the inverse of ``_tensor``."""
+    found: dict[str, Any] = {}
+    for name, x in kept.items():
+        if name == _BEGUN:
+            continue
+        if name.startswith(_NUMBER):
+            found[name.removeprefix(_NUMBER)] = x.item()
+        elif name.startswith(_NONE):
+            found[name.removeprefix(_NONE)] = None
+        else:
+            found[name] = x if donate else x.clone()
+    return found
