@@ -20,9 +20,10 @@ from ltx.core.base.errors import CollectiveTimeoutError, LtxError, RankMismatchE
 from ltx.core.base.handed_in import HandedIn
 from ltx.core.comm.axis_comm import AxisComm
 from ltx.core.comm.peers import under_way
-from ltx.core.comm.signature import Agreement, Post, Signature, list_calls, mismatch
+from ltx.core.comm.signature import Agreement, Signature, mismatch
 from ltx.core.ranks.axis import axes_in_scope
 from ltx.peers.negotiation import Negotiation
+from ltx.peers.posts import Post, list_calls
 
 _SAID = "{0.__class__.__name__}: {0}".format
 

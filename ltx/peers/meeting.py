@@ -14,12 +14,13 @@ from torch.distributed.distributed_c10d import Store
 from ltx.core.base.errors import LtxError, PeerLostError, WorldError
 from ltx.core.comm.backends import look_out
 from ltx.core.comm.passes import Failed
-from ltx.core.comm.store_exchange import StoreExchange, TimeoutStore, poll_until
+from ltx.core.comm.store_exchange import StoreExchange, poll_until
 from ltx.core.world.groups import HERE
 from ltx.core.world.launchers import UNSURE
 from ltx.core.world.placement import Placement
 from ltx.core.world.world import World
 from ltx.peers.diagnosis import INIT, Status, Watched
+from ltx.peers.patient_store import TimeoutStore
 from ltx.peers.watcher import Watcher, release_watcher, watch_by
 
 # How long a rank that can't make its part of the world, or that holds the store where it is told, waits for the others.

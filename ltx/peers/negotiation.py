@@ -26,9 +26,11 @@ from ltx.core.comm.axis_comm import AxisComm
 from ltx.core.comm.backends import look_out
 from ltx.core.comm.channel import Channel
 from ltx.core.comm.peers import BUCKETS, PATIENCE_S, Peers, under_way
-from ltx.core.comm.signature import Post, Signature, explain_mismatch, list_calls
-from ltx.core.comm.store_exchange import EXCHANGES, TimeoutStore
+from ltx.core.comm.signature import Signature
+from ltx.core.comm.store_exchange import EXCHANGES
 from ltx.peers.diagnosis import CHECKS, OPENED, Record, Status, Waiter, describe_lost, diagnose, silent_of
+from ltx.peers.patient_store import TimeoutStore
+from ltx.peers.posts import Post, explain_mismatch, list_calls
 from ltx.peers.watcher import hold_watcher, release_watcher
 
 _CALLS = 1 << 32  # calls are numbered through all sessions of debug_checks; each session gets a range of this size

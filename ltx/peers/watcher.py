@@ -34,8 +34,9 @@ from ltx.core.base import kernel
 from ltx.core.base.errors import LtxError, RankMismatchError
 from ltx.core.base.private import PrefixStore, Store
 from ltx.core.comm.signature import list_values
-from ltx.core.comm.store_exchange import ENDING_S, YIELD_S, StoreCaller, poll_until
+from ltx.core.comm.store_exchange import poll_until
 from ltx.peers.diagnosis import INIT, RECORDS, Node, Record, Status, ThreadWait, Told, Watched, silent_of, stuck
+from ltx.peers.patient_store import ENDING_S, YIELD_S, StoreCaller
 
 _PAUSE_S, _LINGER_S = 0.5, 3.0  # between looks of a waiting thread; for the first to find a deadlock until others know
 _FIRST_TICK_S, _LAST_TICK_S = 0.1, 1.0  # between looks at the counter, in a new wait and in a long one

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ltx.core.comm.signature import Signature, explain_mismatch
+from ltx.core.comm.signature import Signature
 from ltx.core.comm.step_summary import IssuedSummary, Said, numbers_of
 from ltx.errors import RankMismatchError
+from ltx.peers.posts import explain_mismatch
 
 
 class Wire:
