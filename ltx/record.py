@@ -110,7 +110,11 @@ class _Recorder:
         if self._batches:
             if named:
                 raise InputError(f"record_messages: give batches by position, got {sorted(named)}; or batches=False.")
-            storage.encode(args, "batch")  # raises what can't be recorded
+            try:
+                storage.encode(args, "batch")
+            except InputError as error:
+                hint = "Or record_messages(..., batches=False), and give the replayed steps their batches again"
+                raise InputError(f"record_messages: the batch of step {state.step}: {error} {hint}.") from None
             args = tree.map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, args)
             self._nbytes += sum(getattr(x, "nbytes", 0) for x in tree.flatten(args)[0])
         if not self._record:

@@ -326,7 +326,7 @@ def test_batches_that_cannot_be_recorded(tmp_path: Path) -> None:
     train = KINDS["DDP"]()
     state, y = train.init(params()), torch.ones(6, 3)
     for given, named, why in (
-        (({1}, y), {}, "of type set, which"),
+        (({1}, y), {}, "the batch of step 0: .*of type set, which .* batches=False"),
         ((), {"x": torch.ones(6, 8), "y": y}, r"give batches by position, got \['x', 'y'\]; or batches=False"),
     ):
         recording = ltx.record_messages(tmp_path, steps=range(50))
