@@ -19,7 +19,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from ltx.core.world.world import cores
 from ltx.errors import CallFailedError
-from ltx.runtime.messages import digest, names_in, stuck
+from ltx.runtime.messages import Pickler, names_in, stuck
 from ltx.runtime.per_rank import PerRank
 from ltx.runtime.pool import Pool
 from ltx.runtime.shell import Cell, own_or_brought
@@ -156,7 +156,7 @@ class LtxMagics(Magics):
                     continue
                 value = main[name]
                 try:
-                    found, pickled = digest(value, main)
+                    found = (pickled := Pickler(main)).digest(value)
                 except Exception as error:
                     why = f" --in {name}" if name in forced else f": the cell uses {name!r} of the notebook"
                     what = f"a {type(value).__name__} can't be sent to the workers: {error}{stuck(value)}"

@@ -174,16 +174,6 @@ def pack(value: Any) -> Message:
     return pickler.message()
 
 
-def digest(value: Any, main: dict[str, Any] | None = None) -> tuple[str, Pickler]:
-    """What tells `value` from what it was; and its pickler (of `main`), which has seen what is in it."""
-    pickler = Pickler(main)
-    pickler.dump(value)
-    found = hashlib.sha256(pickler._stream.getbuffer())
-    for view in pickler._buffers:
-        found.update(view)
-    return found.hexdigest(), pickler
-
-
 def names_in(code: CodeType) -> tuple[set[str], set[str]]:
     """The global names that `code` uses, functions in it included, but doesn't assign; those that it assigns."""
     done = [(step.opname, step.argval) for step in dis.get_instructions(code)]
@@ -238,6 +228,14 @@ class Pickler(TensorPickler):
             make, made_of, (attributes, slots), *rest = super().reducer_override(obj)
             return make, made_of, (attributes, {**slots, "__globals__": {}}), *rest
         return super().reducer_override(obj)
+
+    def digest(self, value: Any) -> str:
+        """Pickle `value`; what tells it from what it was."""
+        self.dump(value)
+        found = hashlib.sha256(self._stream.getbuffer())
+        for view in self._buffers:
+            found.update(view)
+        return found.hexdigest()
 
     def message(self) -> Message:
         return Message(self._stream.getvalue(), self._buffers)
@@ -411,7 +409,7 @@ def stuck(fn: Any) -> str:
     """Which name that `fn` uses can't be pickled, in words."""
     for name, value in _held(fn).items():
         try:
-            digest(value)
+            Pickler().digest(value)
         except Exception:
             return f" ({name!r}, which {name_of(fn)} uses)"
     return ""

@@ -29,7 +29,7 @@ from traitlets.config import Config
 
 from ltx.errors import UnsupportedError
 from ltx.runtime import show
-from ltx.runtime.messages import digest
+from ltx.runtime.messages import Pickler
 
 _IPYTHON = Path(IPython.__file__).parent
 _INSTALLS = ("pip", "conda", "mamba", "micromamba", "uv")
@@ -79,9 +79,16 @@ _CHANGED = (
 )
 
 
+class _ByName(Pickler):
+    """Classes that came from the notebook, by name: cloudpickle makes their contents anew when they come once more."""
+
+    def persistent_id(self, obj: Any) -> str | None:
+        return obj.__qualname__ if isinstance(obj, type) and obj.__module__ == "__main__" else None
+
+
 def _digest(value: Any) -> str:
     with suppress(Exception):  # what can't be pickled any more, such as a loader in use, has changed
-        return digest(value)[0]
+        return _ByName().digest(value)
     return ""
 
 

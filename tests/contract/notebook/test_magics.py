@@ -197,6 +197,13 @@ BROUGHT = [
     ("one, two = [1], [2]", "one.append(3)\n(one, two)", "([1, 3], [2])"),
     ("one.append(0); two.append(0)", "two, one", "'one' has changed in the notebook, and on the workers since it came"),
     ("", "two = two\ntwo", "[2]"),  # of a cell that is refused nothing comes
+    (
+        "class Rate:\n    value = 0.1\nrate, other_rate = Rate(), Rate()\nrate.value = other_rate.value = 0.1",
+        "rate.value, other_rate.value",
+        "(0.1, 0.1)",
+    ),
+    ("rate.value = other_rate.value = 0.2", "rate.value", "0.2"),  # and the class comes once more
+    ("", "other_rate.value", "0.2"),
     ("late = 1", "late += 1", "'late' is defined in the notebook, not on the workers. A cell brings the names that it"),
     (
         "import threading\nlock = threading.Lock()",
