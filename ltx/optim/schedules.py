@@ -33,6 +33,10 @@ class WarmupCosine:
                 f"{self.total_steps}."
             )
 
+    @property
+    def base_lr(self) -> float:
+        return self.peak
+
     def __call__(self, step: int) -> float:
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
@@ -61,6 +65,10 @@ class FromScheduler:
     lr: float
     # A cache of the rates by step: a scheduler computes them only in order. Every call would compute the same rates.
     _rates: list[float] = field(init=False, default_factory=list, compare=False, repr=False)
+
+    @property
+    def base_lr(self) -> float:
+        return self.lr
 
     def __call__(self, step: int) -> float:
         if step >= len(self._rates):
@@ -134,6 +142,10 @@ class Adjustable(optimizers.Hyperparameter):
     """A hyperparameter that is kept in the state of :func:`from_torch`'s optimizer; made by :func:`adjustable`."""
 
     start: float | tuple[float, ...]
+
+    @property
+    def base_lr(self) -> float | None:
+        return self.start if isinstance(self.start, float) else None
 
     def __post_init__(self) -> None:
         self.init()

@@ -10,11 +10,16 @@ begun. State that hasn't begun isn't put into the instance: the parameter had no
 
 from __future__ import annotations
 
+import ast
 import inspect
+import io
+import pickle
 import warnings
-from collections import deque
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -31,15 +36,15 @@ def from_class(
     cls: type[torch.optim.Optimizer], lr: Any = None, start_step: int = 0, **kwargs: Any
 ) -> optimizers.ClassOptimizer:
     """:func:`ltx.optim.from_torch` without groups."""
-    try:
+    with suppress(optimizers.NotGatheredError):
         return optimizers.TorchOptimizer(cls, lr, kwargs, start_step=start_step)
-    except optimizers.NotGatheredError:
-        return ThirdParty(cls, lr, kwargs, start_step=start_step)
+    return ThirdParty(cls, lr, kwargs, start_step=start_step)
 
 
-# Prefixes of keys mark tensors that stand for a number or for None in an instance's state. _BEGUN is the key of the
+# Prefixes of keys mark tensors that stand for a number or for None in an instance's state, and keys that aren't plain
+# text. _BEGUN is the key of the
 # flag that says whether a parameter's state has begun. The flag is a CPU tensor, as the host reads it.
-_NUMBER, _NONE, _BEGUN = "number ", "none ", "has begun"
+_NUMBER, _NONE, _KEY, _BEGUN = "number ", "none ", "key ", "has begun"
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,6 +57,7 @@ class ThirdParty(optimizers.ClassOptimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         instance = self._instance([torch.zeros(1, 1, requires_grad=True, device="cpu")], 0, self._hyper)
+        self._refuse_kept_by_init(instance)
         if callable(getattr(instance, "eval", None)):
             warnings.warn(
                 f"{self.cls.__name__} evaluates with other weights than it trains with (its eval()), and a state has "
@@ -75,11 +81,12 @@ class ThirdParty(optimizers.ClassOptimizer):
         tree.check_tensors(params, "params")
         self._refuse_if(optimizers.differentiated())
         leaves, spec = tree.flatten(params)
+        carried = self._changed_in_some_steps()
         # A trial step on gradients of ones shows which state the class keeps; the trial's values are dropped.
         probes = [leaf.detach().clone().requires_grad_() for leaf in leaves]
         instance = self._instance(probes, 0, hyper := self._hyper)
         try:
-            group = self._step(instance, probes, [torch.ones_like(leaf) for leaf in leaves], None)
+            group = self._step(instance, probes, [torch.ones_like(leaf) for leaf in leaves], carried, learns=True)
         except (OptimError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -90,6 +97,21 @@ class ThirdParty(optimizers.ClassOptimizer):
             ) from error
         kept = [_before(self._taken(instance, p)) for p in probes]
         return TorchState({"params": spec.unflatten(kept), "group": _before(group)}, hyper=hyper)
+
+    def _changed_in_some_steps(self) -> set[str]:
+        """The keys of the param group that the class changes, perhaps at a later step, found on a single number."""
+        probe, changed = [torch.zeros(1, 1, requires_grad=True, device="cpu")], set[str]()
+        with torch.random.fork_rng(devices=[]):
+            try:
+                instance = self._instance(probe, 0, self._hyper)
+                for _ in range(_TRIALS):
+                    held = self._step(instance, probe, [torch.ones(1, 1, device="cpu")], changed, learns=True)
+                    changed |= _put(held, donate=True).keys()
+            except OptimError:
+                raise
+            except Exception:  # it takes no such parameter
+                changed = set()
+        return changed
 
     @arguments.checked("donate")
     def apply(self, grads: Tree, state: TorchState, params: Tree, *, donate: bool = False) -> tuple[Tree, TorchState]:
@@ -128,21 +150,56 @@ class ThirdParty(optimizers.ClassOptimizer):
             instance.param_groups[0].update(_put(shared, donate))
         return instance
 
-    def _instance(self, params: list[Tensor], count: int, hyper: Tree) -> Any:
+    def _instance(self, params: list[Tensor], count: int, hyper: Tree, **others: Any) -> Any:
+        """An instance, made with the rate from which a scheduler of torch starts, if that is known, and with `others`,
+        and given the rate after `count` updates.
+        """
         arguments = ({} if self.lr is None else {"lr": self.lr}) | self._kwargs | self._values(count, hyper)
         if isinstance(lr := arguments.get("lr"), Tensor):
             self._refuse_if(optimizers.differentiated([lr]))
-            arguments["lr"] = float(lr)
+            arguments["lr"] = lr = float(lr)
+        base = getattr(self.lr, "base_lr", None)
         try:
-            return self.cls(params, **arguments)
+            instance: Any = self.cls(params, **arguments | ({} if base is None else {"lr": base}) | others)
         except (ValueError, TypeError, RuntimeError) as error:
             name = self.cls.__name__
             raise OptimError(f"from_torch({name}): {name} refused its arguments: {error}") from error
+        for group in () if base is None else instance.param_groups:
+            group["lr"] = lr
+        return instance
+
+    def _refuse_kept_by_init(self, instance: Any) -> None:
+        """Raise if ``__init__`` keeps what it would make of other parameters or of another rate: each update has new
+        ones. `instance`: one of zeros.
+        """
+        first, ones = _kept(instance, by_value=True), [torch.ones(1, 1, requires_grad=True, device="cpu")]
+        for place, look in _kept(self._instance(ones, 0, self._hyper), by_value=True).items():
+            if first.get(place) != look:
+                raise OptimError(
+                    f"{self}: its __init__() makes {place} anew each time, of the parameters' values or by chance, and "
+                    "ltx makes an instance for each update. Make it in step(), while state[parameter] hasn't got it; "
+                    "or write the optimizer as a pair of functions: ltx.optim.from_functions."
+                )
+        if "lr" not in self._varying or getattr(self.lr, "base_lr", None) is not None:
+            return
+        rate = 1.0 + float(self._values(0, self._hyper)["lr"])
+        for place, look in _kept(self._instance(ones, 0, self._hyper, lr=rate), by_value=True).items():
+            if place not in _OF_RATE and first.get(place) != look:
+                raise OptimError(
+                    f"{self}: its __init__() keeps the rate as {place}, which a scheduler of torch doesn't change. Say "
+                    "what it is: lr=ltx.optim.from_scheduler(lambda optimizer: LambdaLR(optimizer, factor), lr=rate), "
+                    "ltx.optim.warmup_cosine(...) or ltx.optim.adjustable(rate)."
+                )
 
     def _step(
-        self, instance: Any, params: list[Tensor], grads: list[Tensor | None], carried: Collection[str] | None
+        self,
+        instance: Any,
+        params: list[Tensor],
+        grads: list[Tensor | None],
+        carried: Collection[str],
+        learns: bool = False,
     ) -> dict[str, Tensor]:
-        """Run ``step()``; return the param group's values of the keys `carried`, or of all that the step changed."""
+        """Run ``step()``; return the group's values of the keys `carried`, and if it `learns`, of all that changed."""
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
         closure = inspect.signature(instance.step).parameters.get("closure")
@@ -153,12 +210,13 @@ class ThirdParty(optimizers.ClassOptimizer):
             )
         if callable(train := getattr(instance, "train", None)):  # schedulefree's optimizers must be in train mode
             train()
-        before, group = _kept_elsewhere(instance), instance.param_groups[0]
+        before, group = _kept(instance), instance.param_groups[0]
         settings = dict(group)
         instance.step()
-        after = _kept_elsewhere(instance)
-        if carried is None:
-            carried = [key for key in settings if group[key] is not settings[key] and group[key] != settings[key]]
+        after = _kept(instance)
+        if learns:
+            changed = [key for key in settings if group[key] is not settings[key] and group[key] != settings[key]]
+            carried = {*carried, *changed}
         held = self._group(group, [key for key in carried if key not in self._varying])
         for place in before | after:
             name = place.removeprefix(_GROUP)
@@ -193,16 +251,25 @@ class ThirdParty(optimizers.ClassOptimizer):
                     f"{self} keeps a {type(value).__name__} in its state as {key!r}, which isn't a plain tensor: its "
                     "numbers lie in others. Take a class that keeps plain tensors."
                 )
-            return str(key), value.detach()
+            return self._name(key), value.detach()
         if value is None:
-            return f"{_NONE}{key}", torch.zeros(0, device="cpu")
+            return f"{_NONE}{self._name(key)}", torch.zeros(0, device="cpu")
         if isinstance(value, bool | int | float):
             dtype = torch.float64 if isinstance(value, float) else None
-            return f"{_NUMBER}{key}", torch.tensor(value, dtype=dtype, device="cpu")
+            return f"{_NUMBER}{self._name(key)}", torch.tensor(value, dtype=dtype, device="cpu")
         raise OptimError(
             f"{self} keeps {brief(value)} in its state as {key!r}, which the caller can't hold as a tensor. Write it "
             "as a pair of functions: ltx.optim.from_functions."
         )
+
+    def _name(self, key: Any) -> str:
+        """The text for a key of the state, which :func:`_key` reads."""
+        if isinstance(key, str) and not key.startswith((_NUMBER, _NONE, _KEY, _BEGUN)):
+            return key
+        with suppress(ValueError, SyntaxError):
+            if ast.literal_eval(repr(key)) == key:
+                return f"{_KEY}{key!r}"
+        raise OptimError(f"{self} keeps state under {brief(key)}. Keys are strings, numbers, or tuples of these.")
 
     def _refuse_if(self, is_differentiated: bool) -> None:
         if is_differentiated or recording():
@@ -218,29 +285,63 @@ class ThirdParty(optimizers.ClassOptimizer):
 _SETTINGS = frozenset({"lr", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize"})
 
 _GROUP = "the group's "
-_DEPTH = 3
+_OF_RATE = (f"{_GROUP}lr", "self.defaults['lr']")
+_USUAL = {"state", "param_groups", "defaults", *vars(torch.optim.SGD([torch.zeros(1, device="cpu")]))}
+_TRIALS = 12  # steps on one number, some more than Lookahead's usual period of 6
+_FEW = 64  # so many numbers of a tensor are looked at; of a larger one, whether it was written to
+_BY_NAME = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
 
-def _kept_elsewhere(instance: torch.optim.Optimizer) -> dict[str, Any]:
-    """A snapshot of everything that an instance keeps outside of its state, to see whether a step changes it."""
-    usual = {"state", "param_groups", "defaults", *vars(torch.optim.SGD([torch.zeros(1, device="cpu")]))}
-    found = {f"self.{name}": _looks(x) for name, x in vars(instance).items() if name not in usual}
+def _kept(instance: torch.optim.Optimizer, by_value: bool = False) -> dict[str, bytes]:
+    """What an instance keeps outside of its state, by place, in a form that tells whether a step has changed it; or
+    `by_value`, whether another instance keeps the same.
+    """
+    found = {f"self.{name}": x for name, x in vars(instance).items() if name not in _USUAL}
+    found |= {f"self.defaults[{key!r}]": x for key, x in instance.defaults.items()}
     for number, group in enumerate(instance.param_groups):
         where = _GROUP if number == 0 else f"group {number}'s "
-        found |= {f"{where}{k}": _looks(x) for k, x in group.items() if k not in _SETTINGS - {"lr"} | {"params"}}
-    return found
+        found |= {f"{where}{k}": x for k, x in group.items() if k not in _SETTINGS - {"lr"} | {"params"}}
+        for place, param in enumerate(group["params"]):
+            found |= {f"parameter {place}'s .{k}": x for k, x in vars(param).items()}
+    for cls in takewhile(lambda cls: cls is not torch.optim.Optimizer, type(instance).__mro__):
+        for name, x in vars(cls).items():
+            if not (name.startswith("__") or callable(x) or hasattr(type(x), "__get__")):
+                found[f"{cls.__name__}.{name}"] = x
+    return {place: _Look(instance, by_value).at(x) for place, x in found.items()}
 
 
-def _looks(x: Any, depth: int = 0) -> Any:
-    if isinstance(x, Tensor):
-        return id(x), x._version
-    if isinstance(x, bool | int | float | complex | str | None):
-        return repr(x)
-    if isinstance(x, Mapping) and depth < _DEPTH:
-        return [(repr(key), _looks(value, depth + 1)) for key, value in x.items()]
-    if isinstance(x, list | tuple | deque) and depth < _DEPTH:
-        return [_looks(value, depth + 1) for value in x]
-    return id(x)
+class _Look(pickle.Pickler):
+    """A pickler that writes down of tensors and functions which they are, or `by_value`, what they are."""
+
+    def __init__(self, instance: torch.optim.Optimizer, by_value: bool):
+        self._written, self._by_value = io.BytesIO(), by_value
+        self._owned = {id(p): "a parameter" for group in instance.param_groups for p in group["params"]}
+        self._owned[id(instance)] = "the optimizer"
+        super().__init__(self._written, protocol=5)
+
+    def at(self, x: Any) -> bytes:
+        self.dump(x)
+        return self._written.getvalue()
+
+    def persistent_id(self, x: Any) -> Any:
+        if id(x) in self._owned:
+            return self._owned[id(x)]
+        if isinstance(x, Tensor):
+            looks_at = x.device.type == "cpu" and x.layout is torch.strided and (self._by_value or x.numel() <= _FEW)
+            numbers = x.tolist() if looks_at else None
+            return numbers if self._by_value else (id(x), x._version, numbers)
+        if isinstance(x, torch.Generator):
+            return x.get_state().tolist()
+        if isinstance(x, _BY_NAME):
+            return getattr(x, "__qualname__", "") if self._by_value else id(x)
+        return None
+
+    def reducer_override(self, x: Any) -> Any:
+        try:
+            x.__reduce_ex__(5)
+        except Exception:  # a lock, a file
+            return str, (type(x).__qualname__ if self._by_value else str(id(x)),)
+        return NotImplemented
 
 
 def _before(taken: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -259,9 +360,13 @@ def _put(kept: Mapping[str, Tensor], donate: bool) -> dict[str, Any]:
         if name == _BEGUN:
             continue
         if name.startswith(_NUMBER):
-            found[name.removeprefix(_NUMBER)] = x.item()
+            found[_key(name.removeprefix(_NUMBER))] = x.item()
         elif name.startswith(_NONE):
-            found[name.removeprefix(_NONE)] = None
+            found[_key(name.removeprefix(_NONE))] = None
         else:
-            found[name] = x if donate else x.clone()
+            found[_key(name)] = x if donate else x.clone()
     return found
+
+
+def _key(name: str) -> Any:
+    return ast.literal_eval(name.removeprefix(_KEY)) if name.startswith(_KEY) else name

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
+import random
 import re
+import threading
+from array import array
 from collections.abc import Callable, Iterable
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,6 +115,17 @@ class Anchored(torch.optim.Optimizer):
             p.sub_(p.grad, alpha=group["lr"] * group["turn"] / state["n"]).lerp_(state["anchor"], 0.25)
 
 
+class NumbersAsKeys(Lion):
+    """Two averages, under their rates; and names that begin as ltx's own do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for p in self.param_groups[0]["params"] if p.grad is not None):
+            for key in (0.5, 9, (1, "b"), "number of steps"):
+                m = self.state[p].setdefault(key, torch.zeros_like(p))
+                p.sub_(m.mul_(0.5).add_(p.grad), alpha=0.1)
+
+
 class Decays(Lion):
     """Changes its rate itself, as timm's Adafactor, and divides by its gradients' sum, as DAdaptSGD."""
 
@@ -117,6 +133,16 @@ class Decays(Lion):
         super().step()
         total = sum(float(p.grad.abs().sum()) for p in self.param_groups[0]["params"] if p.grad is not None)
         self.param_groups[0]["lr"] *= 0.5 + 0.01 / total
+
+
+class HalvesLater(Lion):
+    """Changes its rate at the third step, when the state is made long since."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        group = self.param_groups[0]
+        group["n"] = group.get("n", 0) + 1
+        group["lr"] *= 0.5 if group["n"] == 3 else 1
 
 
 class ScheduleFree(torch.optim.Optimizer):
@@ -264,7 +290,9 @@ CLASSES: dict[str, tuple[Callable[[], type], dict[str, Any]]] = {
     "lamb": (lambda: Lamb, {"lr": 0.1}),
     "hidden": (lambda: Hidden, {"lr": 0.1, "momentum": 0.9}),
     "anchored": (lambda: Anchored, {"lr": 0.1}),
+    "numbers as keys": (lambda: NumbersAsKeys, {}),
     "decays": (lambda: Decays, {"lr": 0.1}),
+    "halves its rate later": (lambda: HalvesLater, {"lr": 0.1}),
     "schedule-free": (lambda: ScheduleFree, {"lr": 0.1}),
     "gathers": (lambda: Gathers, {"lr": 0.1}),
     "built as torch's": (lambda: Built, {"lr": 0.1, "beta": 0.5}),
@@ -432,6 +460,20 @@ class WarmsUp(torch.optim.Adam):
         super().step()
 
 
+class CountsLater(Lion):
+    """Keeps a hidden count from the fifth step on."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 1e-2) -> None:
+        super().__init__(params, lr)
+        self.later = 0
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        group = self.param_groups[0]
+        group["n"] = group.get("n", 0) + 1
+        self.later += group["n"] > 4
+
+
 class CountsInEach(MakesGroups):
     def step(self, closure: Any = None) -> None:
         self.param_groups[1]["n"] = self.param_groups[1].get("n", 0) + 1
@@ -452,6 +494,7 @@ class KeepsGlobals(Lion):
         (Counts, "from_torch(Counts): its step() changes self.steps, and ltx carries what is in state[parameter]"),
         (KeepsMomenta, "its step() changes self.momenta"),
         (WarmsUp, "its step() changes self.done"),
+        (CountsLater, "its step() changes self.later"),
         (CountsInEach, "its step() changes group 1's n"),
         (lambda: from_torch(Decays, lr=lambda count: 0.1), "its step() changes the group's lr"),
         (KeepsGlobals, "keeps state under 'all'"),
@@ -459,6 +502,103 @@ class KeepsGlobals(Lion):
 )
 def test_classes_that_cannot_be_held(cls: Any, text: str) -> None:
     refuses(OptimError, re.escape(text), (from_torch(cls) if isinstance(cls, type) else cls()).init, torch.ones(2))
+
+
+def keeping(make: Callable[[Any], Any], use: Callable[[Any], object]) -> type[torch.optim.Optimizer]:
+    """A class that keeps something, made by its constructor, and uses it in each step."""
+
+    class Keeps(Lion):
+        shared = 0
+
+        def __init__(self, params: Iterable[Tensor], lr: float = 1e-2) -> None:
+            super().__init__([*params], lr)
+            self.kept = make(self)
+
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            use(self)
+
+    return Keeps
+
+
+@pytest.mark.parametrize(
+    ("make", "use", "where"),
+    [
+        (lambda _: torch.Generator(), lambda own: torch.rand(1, generator=own.kept), "self.kept"),
+        (lambda _: random.Random(1), lambda own: own.kept.random(), "self.kept"),
+        (lambda _: itertools.count(), lambda own: next(own.kept), "self.kept"),
+        (lambda _: SimpleNamespace(n=0), lambda own: vars(own.kept).update(n=own.kept.n + 1), "self.kept"),
+        (lambda _: {1}, lambda own: own.kept.add(len(own.kept) + 1), "self.kept"),
+        (lambda _: array("d", [0]), lambda own: own.kept.append(0), "self.kept"),
+        (lambda _: {0: {1: {2: {3: {}}}}}, lambda own: own.kept[0][1][2][3].update(n=1), "self.kept"),
+        (lambda _: [threading.Lock(), []], lambda own: own.kept[1].append(0), "self.kept"),
+        (lambda _: torch.zeros(()), lambda own: own.kept.data.add_(1), "self.kept"),
+        (lambda _: torch.nn.BatchNorm1d(1), lambda own: own.kept(torch.randn(2, 1)), "self.kept"),
+        (type, lambda own: setattr(type(own), "shared", type(own).shared + 1), "Keeps.shared"),
+        (type, lambda own: own.defaults.update(n=own.defaults.get("n", 0) + 1), "self.defaults['n']"),
+        (type, lambda own: setattr(own.param_groups[0]["params"][0], "n", 1), "parameter 0's .n"),
+    ],
+)
+def test_what_a_step_changes_beside_its_state_is_found(make: Any, use: Any, where: str) -> None:
+    optimizer = from_torch(keeping(make, use))
+    refuses(OptimError, re.escape(f"its step() changes {where}, and ltx carries"), optimizer.init, torch.ones(2))
+
+
+def test_what_a_step_leaves_alone_is_no_state() -> None:
+    made = lambda own: [threading.Lock(), len, own.step, lambda: 0, torch.ones(100), own, own.param_groups[0]["params"]]  # noqa: E731
+    optimizer, params = from_torch(keeping(made, id)), torch.ones(2)
+    optimizer.apply(torch.ones(2), optimizer.init(params), params)
+
+
+def test_what_a_constructor_makes_anew_each_time() -> None:
+    of_values = lambda own: [p.detach().clone() for p in own.param_groups[0]["params"]]  # noqa: E731
+    in_group = lambda own: own.param_groups[0].update(start=of_values(own))  # noqa: E731
+    for made, where in (
+        (of_values, "self.kept"),
+        (in_group, "the group's start"),
+        (lambda _: random.random(), "self."),
+    ):
+        why = rf"its __init__\(\) makes {where}.* anew each time, .*pair of functions"
+        refuses(OptimError, why, from_torch, keeping(made, id))
+
+
+class KeepsFirstRate(Lion):
+    """Decays by the rate beside the first one, as some classes of timm with ``corrected_weight_decay``."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 1e-2) -> None:
+        super().__init__(params, lr)
+        self.first_lr = lr
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.mul_(1 - self.param_groups[0]["lr"] / self.first_lr / 10)
+        super().step()
+
+
+def test_the_rate_of_the_constructor_is_that_of_torchs_scheduler(seed: int) -> None:
+    def schedule(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
+
+    leaf, grads = torch.randn(3).requires_grad_(), torch.randn(5, 3)
+    params = leaf.detach().clone()
+    reference = KeepsFirstRate([leaf], lr=0.5)
+    scheduler = schedule(reference)
+    rates = []
+    for grad in grads:
+        leaf.grad = grad.clone()
+        rates.append(reference.param_groups[0]["lr"])
+        reference.step()
+        scheduler.step()
+    adjustable = ltx.optim.adjustable(0.5)
+    for lr in (ltx.optim.from_scheduler(schedule, lr=0.5), ltx.optim.warmup_cosine(0.5, 3, 10**12), adjustable):
+        optimizer, mine = from_torch(KeepsFirstRate, lr=lr), params
+        state = optimizer.init(params)
+        for rate, grad in zip(rates, grads, strict=True):
+            state = ltx.optim.adjust(state, lr=rate) if lr is adjustable else state
+            mine, state = optimizer.apply(grad, state, mine)
+        torch.testing.assert_close(mine, leaf.detach())
+    refuses(OptimError, r"keeps the rate as self\.first_lr", from_torch, KeepsFirstRate, lr=lambda step: 0.5)
 
 
 class Fails(Lion):
