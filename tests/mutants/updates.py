@@ -135,6 +135,22 @@ MUTANTS = (
         tests=("tests/contract/optim/test_opaque.py::test_as_the_class_itself",),
     ),
     Mutant(
+        name="optim: what a class of another author keeps on itself isn't looked at",
+        where="_kept",
+        old='found = {f"self.{name}": x for name, x in vars(instance).items() if name not in _USUAL}',
+        new="found: dict[str, Any] = {}",
+        breaks="what it keeps there begins anew at each update",
+        tests=("tests/contract/optim/test_opaque.py::test_what_a_step_changes_beside_its_state_is_found",),
+    ),
+    Mutant(
+        name="optim: a schedule's rate goes to the constructor of another author's class",
+        where="ThirdParty._instance",
+        old='base = getattr(self.lr, "base_lr", None)',
+        new="base = None",
+        breaks="a class that keeps its first rate has the present one",
+        tests=("tests/contract/optim/test_opaque.py::test_the_rate_of_the_constructor_is_that_of_torchs_scheduler",),
+    ),
+    Mutant(
         name="optim: a schedule is asked for the next step",
         where="ClassOptimizer._values",
         old="else scheduled(name, own, count)",
