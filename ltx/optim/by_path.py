@@ -40,10 +40,13 @@ class Partition(Optimizer):
         return {label: member.init(_only(spec, leaves, places[label])) for label, member in self.members}
 
     def update(self, grads: Tree, state: States, params: Tree, *, donate: bool = False) -> tuple[Tree, States]:
-        return self._each("update", grads, state, params, donate)
+        return self._each(lambda member, *own: member.update(*own, donate=donate), grads, state, params)
 
     def apply(self, grads: Tree, state: States, params: Tree, *, donate: bool = False) -> tuple[Tree, States]:
-        return self._each("apply", grads, state, params, donate)
+        return self._each(lambda member, *own: member.apply(*own, donate=donate), grads, state, params)
+
+    def evaluated(self, params: Tree, state: States) -> Tree:
+        return self._each(lambda member, _, own, part: (member.evaluated(part, own), own), params, state, params)[0]
 
     def _times_lr(self, factor: float) -> Partition | None:
         members = tuple((label, optimizers.times_lr(member, factor)) for label, member in self.members)
@@ -79,7 +82,7 @@ class Partition(Optimizer):
                     found[i] = new
         return found if gives_gradients else None
 
-    def _each(self, method: str, grads: Tree, state: States, params: Tree, donate: bool) -> tuple[Tree, States]:
+    def _each(self, call: Callable[..., Any], grads: Tree, state: States, params: Tree) -> tuple[Tree, States]:
         labels = [label for label, _ in self.members]
         if not isinstance(state, dict) or {*state} != {*labels}:
             raise OptimError(f"{self} expected a state with the parts {labels}, got {brief(state)}.")
@@ -88,7 +91,7 @@ class Partition(Optimizer):
         given, after = optimizers.leaves_like(spec, grads, "grads"), {}
         for label, member in self.members:
             own, wanted = (_only(spec, each, places[label]) for each in (leaves, given))
-            result, after[label] = getattr(member, method)(wanted, state[label], own, donate=donate)
+            result, after[label] = call(member, wanted, state[label], own)
             found = optimizers.leaves_like(tree.flatten(own)[1], result, "updates")
             for place, leaf in zip(places[label], found, strict=True):
                 results[place] = leaf
@@ -223,8 +226,9 @@ def from_torch(
     ['*bias', 'head*', '*']
 
     Nothing is communicated: ranks with the same parameters, state and gradients get the same results to the bit.
-    ``init`` makes the complete state (:class:`TorchState`), whose structure never changes. ``apply`` returns what
-    ``cls.step()`` computes. ``update`` returns the difference; adding it may round differently in the last bit.
+    ``init`` makes the complete state (:class:`TorchState`). ``apply`` returns what ``cls.step()`` computes. ``update``
+    returns the difference; adding it may round differently in the last bit. A class that draws random numbers draws
+    those of this rank.
 
     torch's fused kernels are used wherever there are some, unless ``fused=False``, ``foreach=True`` or
     ``differentiable=True`` turns them off. With ``donate=True`` parameters and state are updated in place. Under

@@ -84,8 +84,8 @@ class FromScheduler:
         if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
             raise OptimError(
                 "from_scheduler: the function must return a scheduler of torch.optim.lr_scheduler whose rates are "
-                f"those of the step alone; got {brief(scheduler)}. A rate that follows the loss is changed between "
-                "steps: ltx.optim.adjustable and ltx.optim.adjust."
+                f"those of the step alone; got {brief(scheduler)}. Give another library's as a function of the step; a "
+                "rate that follows the loss is changed between steps: ltx.optim.adjustable and ltx.optim.adjust."
             )
         rates = []
         for _ in range(count):

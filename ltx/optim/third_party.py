@@ -41,6 +41,11 @@ def from_class(
     return ThirdParty(cls, lr, kwargs, start_step=start_step)
 
 
+_ELSE = (
+    "Write it as a pair of functions, ltx.optim.from_functions; or have an instance of the class step on the gradients "
+    "of ltx.grad, in a loop of your own."
+)
+
 # Prefixes of keys mark tensors that stand for a number or for None in an instance's state, and keys that aren't plain
 # text. _BEGUN is the key of the
 # flag that says whether a parameter's state has begun. The flag is a CPU tensor, as the host reads it.
@@ -90,10 +95,9 @@ class ThirdParty(optimizers.ClassOptimizer):
         except (OptimError, torch.OutOfMemoryError):
             raise
         except Exception as error:
+            said = f"{type(error).__name__} on gradients of ones: {str(error).rstrip('.')}"
             raise OptimError(
-                f"{self}: its step() raised {type(error).__name__} on gradients of ones: {error} ltx makes an instance "
-                "and calls its train(), if it has one, and its step(). What needs more can be written as a pair of "
-                "functions: ltx.optim.from_functions."
+                f"{self}: its step() raised {said}. ltx makes an instance and calls its train(), if it has one, and its step(). {_ELSE}"
             ) from error
         kept = [_before(self._taken(instance, p)) for p in probes]
         return TorchState({"params": spec.unflatten(kept), "group": _before(group)}, hyper=hyper)
@@ -144,7 +148,7 @@ class ThirdParty(optimizers.ClassOptimizer):
         instance, shared = self._instance(params, state.count, state.hyper), state.per_param["group"]
         kept = optimizers.leaves_like(spec, state.per_param["params"], "the optimizer's state")
         for param, own in zip(params, kept, strict=True):
-            if own.get(_BEGUN):
+            if own and own.get(_BEGUN):  # a frozen parameter has none
                 instance.state[param] = _put(own, donate)
         if shared.get(_BEGUN):
             instance.param_groups[0].update(_put(shared, donate))
@@ -161,11 +165,11 @@ class ThirdParty(optimizers.ClassOptimizer):
         base = getattr(self.lr, "base_lr", None)
         try:
             instance: Any = self.cls(params, **arguments | ({} if base is None else {"lr": base}) | others)
-        except (ValueError, TypeError, RuntimeError) as error:
+        except Exception as error:
             name = self.cls.__name__
             raise OptimError(f"from_torch({name}): {name} refused its arguments: {error}") from error
         for group in () if base is None else instance.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr if group["lr"] == base else group["lr"] * lr / base
         return instance
 
     def _refuse_kept_by_init(self, instance: Any) -> None:
@@ -177,8 +181,8 @@ class ThirdParty(optimizers.ClassOptimizer):
             if first.get(place) != look:
                 raise OptimError(
                     f"{self}: its __init__() makes {place} anew each time, of the parameters' values or by chance, and "
-                    "ltx makes an instance for each update. Make it in step(), while state[parameter] hasn't got it; "
-                    "or write the optimizer as a pair of functions: ltx.optim.from_functions."
+                    "ltx makes an instance for each update. Make it in step(), while state[parameter] hasn't got it. "
+                    f"{_ELSE}"
                 )
         if "lr" not in self._varying or getattr(self.lr, "base_lr", None) is not None:
             return
@@ -205,8 +209,7 @@ class ThirdParty(optimizers.ClassOptimizer):
         closure = inspect.signature(instance.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise OptimError(
-                f"{self}: its step() wants a closure, to call the loss again. ltx has the gradients by then: write the "
-                "optimizer as a pair of functions, ltx.optim.from_functions."
+                f"{self}: its step() wants a closure, to call the loss again. ltx has the gradients by then. {_ELSE}"
             )
         if callable(train := getattr(instance, "train", None)):  # schedulefree's optimizers must be in train mode
             train()
@@ -224,14 +227,14 @@ class ThirdParty(optimizers.ClassOptimizer):
                 raise OptimError(
                     f"{self}: its step() changes {place}, and ltx carries what is in state[parameter], and what the "
                     "class itself adds to a group as numbers or tensors, from step to step. What is kept elsewhere "
-                    "would begin anew at each. Write it as a pair of functions: ltx.optim.from_functions."
+                    f"would begin anew at each. {_ELSE}"
                 )
         own = {id(param) for param in params}
         for key in instance.state:
             if id(key) not in own:
                 raise OptimError(
                     f"{self} keeps state under {brief(key)}, which isn't a parameter, so it would begin anew at each "
-                    "step. Write it as a pair of functions: ltx.optim.from_functions."
+                    f"step. {_ELSE}"
                 )
         return held
 
@@ -258,8 +261,7 @@ class ThirdParty(optimizers.ClassOptimizer):
             dtype = torch.float64 if isinstance(value, float) else None
             return f"{_NUMBER}{self._name(key)}", torch.tensor(value, dtype=dtype, device="cpu")
         raise OptimError(
-            f"{self} keeps {brief(value)} in its state as {key!r}, which the caller can't hold as a tensor. Write it "
-            "as a pair of functions: ltx.optim.from_functions."
+            f"{self} keeps {brief(value)} in its state as {key!r}, which the caller can't hold as a tensor. {_ELSE}"
         )
 
     def _name(self, key: Any) -> str:

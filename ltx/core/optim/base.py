@@ -93,6 +93,10 @@ class Optimizer(Offering[OptimizerOffers], ABC, kind=OptimizerOffers):
         """
         raise OptimError(_NOT_LEAFWISE.format(self))
 
+    def evaluated(self, params: Tree, state: Tree) -> Tree:
+        """The parameters to evaluate with, where an optimizer trains others (schedule-free ones); else `params`."""
+        return params
+
     def _times_lr(self, factor: float) -> Optimizer | None:
         return None
 

@@ -103,6 +103,12 @@ class Chain(Optimizer):
     def apply(self, grads: Tree, state: States, params: Tree, *, donate: bool = False) -> tuple[Tree, States]:
         return self._run("apply", grads, state, params, donate)
 
+    def evaluated(self, params: Tree, state: States) -> Tree:
+        self._check(state)
+        for member, own in zip(self.members, state, strict=True):
+            params = member.evaluated(params, own)
+        return params
+
     def _times_lr(self, factor: float) -> Chain | None:
         last = times_lr(self.members[-1], factor)
         return None if last is None else Chain((*self.members[:-1], last))

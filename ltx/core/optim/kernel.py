@@ -256,12 +256,15 @@ def build(cls: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any]) 
     shell_cls = type(cls.__name__, (cls,), {"add_param_group": add_param_group})
     try:
         shell: Any = shell_cls([torch.zeros(1, 1, device="cpu")], **hyperparameters)
-    except (ValueError, TypeError, RuntimeError) as error:
+    except Exception as error:
         raise OptimError(f"from_torch({cls.__name__}): {cls.__name__} refused its arguments: {error}") from error
     group = {key: value for key, value in shell.param_groups[0].items() if key != "params"}
     kernel = Kernel(shell, group, inspect.unwrap(cls.step))
-    # A step of its own may look at all parameters, and keep what it likes where it likes.
-    torchs = (getattr(inspect.unwrap(getattr(cls, name, cls)), "__module__", "") for name in ("step", "_init_group"))
+    # A step of its own may look at all parameters, and a constructor make groups by their shapes.
+    own = map(
+        inspect.unwrap, [getattr(cls, name, cls) for name in ("step", "_init_group", "__init__", "add_param_group")]
+    )
+    torchs = [getattr(each, "__module__", "") for each in own]
     hooked = shell._optimizer_step_pre_hooks or shell._optimizer_step_post_hooks
     if hooked or len(shell.param_groups) > 1 or not all(module.startswith("torch.optim") for module in torchs):
         raise NotGatheredError(f"{cls.__name__} has a step, hooks or groups of its own.")

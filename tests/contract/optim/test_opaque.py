@@ -284,6 +284,24 @@ class MakesGroups(torch.optim.SGD):
         super().__init__([{"params": decayed, "weight_decay": 0.5}, {"params": others}], lr=lr)
 
 
+class ByShape(torch.optim.SGD):
+    """A group for each parameter, with a rate by its shape."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 0.1) -> None:
+        super().__init__([{"params": [p], "lr": lr / p.numel()} for p in params], lr=lr)
+
+
+class SetsAfterwards(torch.optim.SGD):
+    def __init__(self, params: Iterable[Tensor], lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.param_groups[0]["momentum"] = 0.9
+
+
+class AddsDecay(torch.optim.SGD):
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group({**param_group, "weight_decay": 0.5})
+
+
 CLASSES: dict[str, tuple[Callable[[], type], dict[str, Any]]] = {
     "lion": (lambda: Lion, {"lr": 0.01, "betas": (0.5, 0.9)}),
     "together": (lambda: Together, {"lr": 0.1, "decay": 0.01}),
@@ -300,6 +318,9 @@ CLASSES: dict[str, tuple[Callable[[], type], dict[str, Any]]] = {
     "every second": (lambda: EverySecond, {}),
     "hooked": (lambda: Hooked, {}),
     "makes groups": (lambda: MakesGroups, {}),
+    "a group for each": (lambda: ByShape, {}),
+    "sets afterwards": (lambda: SetsAfterwards, {}),
+    "adds decay": (lambda: AddsDecay, {"lr": 0.1}),
     "state of the constructor": (lambda: MadeAtOnce, {"start": 2.0}),
     "transformers": (
         lambda: import_module("transformers.optimization").Adafactor,
@@ -662,13 +683,13 @@ class Averaging(torch.optim.Optimizer):
 
 def test_weights_for_evaluation(seed: int) -> None:
     with pytest.warns(UserWarning, match=r"Averaging evaluates with other weights .* optimizer\.evaluated\("):
-        optimizer = from_torch(Averaging, lr=0.05)
+        optimizer, grouped = from_torch(Averaging, lr=0.05), from_torch(Averaging, {}, lr=0.05)
     w, xs = torch.randn(3), torch.randn(5, 3)
     train = ltx.train_step(ltx.data_parallel(lambda p, x: (p["w"] * x).sum().square()), optimizer)
     state = train.init({"w": w})
     own = torch.nn.Parameter(w.clone())
     theirs = Averaging([own], lr=0.05)
-    torch.testing.assert_close(optimizer.evaluated(state.params, state.opt_state)["w"], w)  # type: ignore[attr-defined]
+    torch.testing.assert_close(optimizer.evaluated(state.params, state.opt_state)["w"], w)
     for x in xs:
         state, _ = train(state, x)
         own.grad = None
@@ -676,7 +697,14 @@ def test_weights_for_evaluation(seed: int) -> None:
         theirs.step()
     torch.testing.assert_close(state.params["w"], own.detach())
     theirs.eval()
-    torch.testing.assert_close(optimizer.evaluated(state.params, state.opt_state)["w"], own.detach())  # type: ignore[attr-defined]
+    torch.testing.assert_close(optimizer.evaluated(state.params, state.opt_state)["w"], own.detach())
+    for around in (ltx.optim.chain(ltx.optim.clip_by_global_norm(1e9), optimizer), grouped):
+        part = ltx.train_step(train.step, around, trainable="w")
+        inside = part.init({"frozen": torch.ones(1), "w": w})
+        for x in xs:
+            inside, _ = part(inside, x)
+        evaluated = around.evaluated(inside.params, inside.opt_state)
+        torch.testing.assert_close(evaluated, {"frozen": torch.ones(1), "w": own.detach()})
     state, _ = train(state, xs[0])  # and training goes on from what it had
     theirs.train()
     own.grad = None
