@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx.core.training.guard import not_finite_on_device
+from ltx.core.training.guard import any_not_finite
 from ltx.errors import StepError
 from tests.gpu.device import (
     ADAMW,
@@ -145,12 +145,12 @@ def test_one_bad_element_is_found(bad: float, workers: Any) -> None:
         wrong = []
         for dtype in dtypes:
             grads = [torch.ones(shape, dtype=own, device=DEVICE) for own in (torch.float32, dtype) for shape in shapes]
-            if bool(not_finite_on_device(grads)):
+            if bool(any_not_finite(grads, at_once=True)):
                 wrong.append(f"{dtype}: finite")
             for grad in (g for g in grads if g.numel()):
                 for at in {0, grad.numel() // 2, grad.numel() - 1}:
                     grad.view(-1)[at] = bad
-                    if not bool(not_finite_on_device(grads)):
+                    if not bool(any_not_finite(grads, at_once=True)):
                         wrong.append(f"{dtype}: {grad.dtype} of shape {list(grad.shape)} at {at}")
                     grad.view(-1)[at] = 1
         return wrong

@@ -265,8 +265,8 @@ MUTANTS = (
     Mutant(
         name="step: it holds itself",
         where="EagerStep.__post_init__",
-        old="self._calls, self._written",
-        new="self.itself = self; self._calls, self._written",
+        old="self._calls = Calls()",
+        new="self.itself = self; self._calls = Calls()",
         breaks="batches lie in memory until Python collects garbage",
         tests=("tests/internal/strategies/test_leaks.py",),
     ),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -33,7 +34,7 @@ from ltx.core.transforms.data_parallel import DataParallel
 from ltx.core.transforms.functional_call import Calls, own_grad_and_value
 from ltx.core.transforms.plain_autograd import gradients
 from ltx.core.transforms.run import Weighted
-from ltx.typing import Step, Tree
+from ltx.typing import Step
 
 
 class _Part(NamedTuple):
@@ -56,24 +57,17 @@ class Accumulated:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = _Call(self, args, kwargs)
-        leaves = call.leaves
-        if traced.recording():
-            return call.finish(call.run(leaves, range(self.steps)))
-        inputs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and tracked(leaf)]
         # If the step closes over tensors with tangents, a Function would lose these; the plain graph keeps them.
-        forward_mode = private.has_tangents()
-        if not inputs or self.steps == 1 or forward_mode:
-            return call.finish(call.run(leaves, range(self.steps)))
+        leaves = () if traced.recording() or self.steps == 1 or private.has_tangents() else call.leaves
+        inputs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and tracked(leaf)]
+        if not inputs:
+            return call.finish(call.run(call.leaves, range(self.steps)))
         first = call.first_micro_batches(inputs)
-        last = call.run(leaves, range(self.steps - 1, self.steps), first.carry)
-        return call.finish(_add(first, last))
+        return call.finish(_add(first, call.run(call.leaves, range(self.steps - 1, self.steps), first.carry)))
 
 
 class _Call:
-    """One call of an accumulated step. The batch's leaves are split into chunks, other leaves aren't.
-
-    Calling it with tensors in place of its leaves returns the sums over all micro-batches except the last.
-    """
+    """One call of an accumulated step. Given tensors for its leaves, it sums all micro-batches except the last."""
 
     def __init__(self, step: Accumulated, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.step, self.names = step, tuple(kwargs)
@@ -103,21 +97,19 @@ class _Call:
         self._dtype = torch.float32  # the dtype of the losses
 
     def run(self, leaves: Sequence[Any], which: range, carry: Any = None) -> _Part:
-        """The sum over the micro-batches `which`, as plain graph. `leaves` stand in for the arguments' leaves.
-
-        Chunks that were made outside a Function may belong to a transform that isn't run inside it.
+        """The sum over the micro-batches `which`, as plain graph. `leaves` stand in for the arguments' leaves: chunks
+        that were made outside a Function may belong to a transform that isn't run inside it.
         """
-        parts = []
+        parts, chunks, several = [], self.chunks, len(which) > 1
+        if leaves is not self.leaves:
+            cut = zip(leaves, chunks, strict=True)
+            chunks = [None if chunk is None else leaf.tensor_split(self.step.steps) for leaf, chunk in cut]
         # Tensors that micro-batches share are widened to float32, so that their gradients are summed in float32.
-        shared = [
-            _widened(x) if chunk is None and len(which) > 1 else x for x, chunk in zip(leaves, self.chunks, strict=True)
-        ]
+        shared = [_widened(x) if chunk is None and several else x for x, chunk in zip(leaves, chunks, strict=True)]
         for k in which:
             filled = [
-                (x if x is leaf else x.to(leaf.dtype))
-                if chunk is None
-                else (chunk[k] if leaves is self.leaves else leaf.tensor_split(self.step.steps)[k])
-                for leaf, x, chunk in zip(leaves, shared, self.chunks, strict=True)
+                chunk[k] if chunk is not None else x if x is leaf else x.to(leaf.dtype)
+                for leaf, x, chunk in zip(leaves, shared, chunks, strict=True)
             ]
             arguments = tree.unflatten(self.spec, filled)
             given, named = batches.cut(arguments, self.step.steps, k) if self.has_records else arguments
@@ -127,16 +119,11 @@ class _Call:
             part = self._one(self.step.fn(*args, **kwargs))
             carry = part.carry
             parts.append(part)
-        total = parts[0]
-        for part in parts[1:]:
-            total = _add(total, part)
-        return total
+        return reduce(_add, parts)
 
     def _one(self, output: Any) -> _Part:
-        first, rest = (
-            (output, ()) if isinstance(output, Weighted) or not isinstance(output, tuple) else (output[0], output[1:])
-        )
-        carry = None
+        several = isinstance(output, tuple) and not isinstance(output, Weighted)
+        first, rest, carry = (output[0], output[1:], None) if several else (output, (), None)
         if self.step.carry is not None:
             if not rest:
                 raise StepError("accumulate(carry=...): the step must return (loss, next carry, ...).")
@@ -166,7 +153,8 @@ class _Call:
             first: Any = (part.total / self.step.steps).to(self._dtype)
         else:
             first = Weighted(part.total, part.weight)
-        rest = tuple(_stack(values) for values in zip(*part.rest, strict=True))
+        stack = lambda *xs: torch.stack(xs) if isinstance(xs[0], torch.Tensor) else list(xs)  # noqa: E731
+        rest = tuple(tree.map(stack, *values) for values in zip(*part.rest, strict=True))
         carried = () if self.step.carry is None else (part.carry,)
         return (first, *carried, *rest) if carried or rest else first
 
@@ -185,13 +173,11 @@ class _Call:
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """(sum of losses, *sums of gradients with respect to the wanted tensors, *everything else)."""
-        part: _Part | None = None
-        grads: list[torch.Tensor] = []
-        for k in range(self.step.steps - 1):
-            found, one = self._gradient(tensors, k, part.carry if part is not None else None)
-            part = one if part is None else _add(part, one)
-            grads = [g.to(wide(g.dtype)) if part is one else grads[i] + g for i, g in enumerate(found)]
-        assert part is not None
+        found, part = self._gradient(tensors, 0, None)
+        grads = [g.to(wide(g.dtype)) for g in found]
+        for k in range(1, self.step.steps - 1):
+            found, one = self._gradient(tensors, k, part.carry)
+            grads, part = [*map(torch.add, grads, found)], _add(part, one)
         extras, spec = tree.flatten((part.weight, part.rest, part.carry))
         self._structure = (spec, [torch.empty(0, device="cpu") if isinstance(x, torch.Tensor) else x for x in extras])
         return (part.total, *grads, *(x.detach() for x in extras if isinstance(x, torch.Tensor)))
@@ -227,10 +213,9 @@ class _Call:
 
 
 class MicroBatches(Function):
-    """``MicroBatches.apply(call, *tensors)``: ``call(tensors)``, with its derivatives.
-
-    The cotangent of each wanted tensor is ct(total) * G, where G are the gradients that the forward pass has computed.
-    The derivative of G is the Hessian, which runs the steps again; it is only computed when somebody asks for it.
+    """``MicroBatches.apply(call, *tensors)``: ``call(tensors)``, with its derivatives. The cotangent of each wanted
+    tensor is ct(total) * G, where G are the gradients that the forward pass has computed. The derivative of G is the
+    Hessian, which runs the steps again; it is only computed when somebody asks for it.
     """
 
     @staticmethod
@@ -283,10 +268,6 @@ def _add(a: _Part, b: _Part) -> _Part:
         raise StepError("accumulate: the step returned ltx.Weighted for one micro-batch and a plain loss for another.")
     weight = a.weight + b.weight if a.weight is not None and b.weight is not None else None
     return _Part(a.total + b.total, weight, a.rest + b.rest, b.carry)
-
-
-def _stack(values: Sequence[Tree]) -> Tree:
-    return tree.map(lambda *xs: torch.stack(xs) if isinstance(xs[0], torch.Tensor) else list(xs), *values)
 
 
 @overload

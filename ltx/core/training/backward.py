@@ -39,6 +39,7 @@ class Backward(NamedTuple):
     run: Run  # the call of the user's step
     leaves: list[torch.Tensor]  # the parameters that the step was given
     sync_leaves: list[torch.Tensor]  # the communication state that the step was given
+    inputs: list[torch.Tensor]  # what the loss is differentiated with respect to: these, or a single source of them all
     sync_spec: Any  # its structure
     total: torch.Tensor  # the loss, or a Weighted's sum of losses
     weight: torch.Tensor | None  # a Weighted's sum of weights; None for a plain loss
@@ -51,16 +52,10 @@ class Backward(NamedTuple):
     unused: dict[int, str]
     prepared: Prepared | None  # the optimizer's faster update of the state's parameters, if it has one
 
-    @property
-    def inputs(self) -> list[torch.Tensor]:
-        """The tensors to differentiate the loss with respect to: the leaves, or a single source of them all."""
-        return [*self.leaves, *self.sync_leaves] if self.run.inputs is None else self.run.inputs
-
     def objective(self) -> torch.Tensor | None:
-        """The tensor that is differentiated: `total` times the loss scale; None if it depends on no input.
-
-        The pass uses ``torch.autograd.backward`` and not ``grad``, because accumulation gives each gradient its
-        parameter's memory layout while the gradient is in the cache. Optimizers' kernels need that layout.
+        """The tensor that is differentiated: `total` times the loss scale; None if it depends on no input. The pass is
+        ``torch.autograd.backward``, not ``grad``, as accumulation gives each gradient its parameter's memory layout
+        while it is in the cache. Optimizers' kernels need that layout.
         """
         total = self.total
         if not is_one(self.loss_scale):
@@ -69,10 +64,7 @@ class Backward(NamedTuple):
         return total if total.requires_grad and (self.inputs or self.run.own) else None
 
     def mean_at_once(self, axis: Axis, local: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(mean loss, divisor of the gradients), without a step summary; the divisor of an unweighted step is None.
-
-        `local`: ranks don't share gradients, so they don't wait for each other to share losses either.
-        """
+        """(mean loss, a Weighted's divisor or None), without a step summary. `local`: ranks share no gradients."""
         total, weight, alone = self.total.detach(), self.weight, local or axis.size == 1
         if weight is None:
             # a copy, since a loss may be a parameter, which the optimizer overwrites
@@ -93,11 +85,10 @@ class Backward(NamedTuple):
             with comm.span("backward"), grads_kept(self.run.own):
                 private.run_backward([objective], None, False, [*self.inputs, *self.run.own])
         found = [None if objective is None else x.grad for x in self.inputs]
-        count = len(self.leaves)
         grads = [torch.zeros_like(x) if g is None else g for x, g in zip(self.leaves, found, strict=False)]
-        grads = self.divided(grads, divisor)
-        states = [x if g is None else g for x, g in zip(self.sync_leaves, found[count:], strict=True)]
-        return BackwardResult(grads, tree.unflatten(self.sync_spec, [x.detach() for x in states]))
+        states = [x if g is None else g for x, g in zip(self.sync_leaves, found[len(grads) :], strict=True)]
+        after = tree.unflatten(self.sync_spec, [x.detach() for x in states])
+        return BackwardResult(self.divided(grads, divisor), after)
 
     def divided(self, grads: list[torch.Tensor], divisor: torch.Tensor | None) -> list[torch.Tensor]:
         """Gradients of this rank alone: divided by a Weighted's `divisor`, and without the loss scale."""
@@ -115,10 +106,7 @@ class Backward(NamedTuple):
                     self.unused.clear()
 
     def report_unused(self, shared: bool) -> None:
-        """Warn of :attr:`unused`; raise if these are all parameters. `shared`: the gradients are those of all ranks.
-
-        If they aren't, other ranks may use parameters, while this one has no data in this step.
-        """
+        """Warn of :attr:`unused`; raise if these are all and gradients are `shared`, or other ranks may use them."""
         paths = list(self.unused.values())
         said = ", ".join(map(repr, paths[:6])) + (f" and {len(paths) - 6} more" if len(paths) > 6 else "")
         todo = (
@@ -147,9 +135,8 @@ class Backward(NamedTuple):
 
 
 def unreached(total: torch.Tensor, leaves: Sequence[torch.Tensor], plan: Plan | None) -> list[int]:
-    """The places of the leaves that aren't in the graph of `total`. `plan`: the plan of the graph's markers.
-
-    With micro-batches only the last is looked at: the single graph node of the others has all parameters as inputs.
+    """The places of the leaves that aren't in the graph of `total`. `plan`: the plan of the graph's markers. With
+    micro-batches only the last is looked at: the single graph node of the others has all parameters as inputs.
     """
     places = {id(leaf): place for place, leaf in enumerate(leaves)}
     missing = set(places.values()) - {places.get(id(total))}
@@ -166,15 +153,12 @@ def is_one(scale: float | torch.Tensor) -> bool:
 
 
 class BackwardResult(NamedTuple):
-    """The results of the backward pass."""
-
     grads: list[torch.Tensor] | None  # reduced gradients; None if the optimizer has run bucket by bucket
     states: dict[str, LeafState]  # the next communication state, by path
     params: Tree = None  # the new parameters, if the optimizer has run bucket by bucket
     opt_state: Tree = None  # the new optimizer state, if the optimizer has run bucket by bucket
     sums: list[torch.Tensor | float] | None = None  # the sums of the gradients, if the guard wants them
-    # a bool on the device: if true, nothing may be updated; None if there is no such condition
-    skip: torch.Tensor | None = None
+    skip: torch.Tensor | None = None  # as a :class:`Scale`'s
 
 
 class Scale(NamedTuple):
@@ -210,32 +194,22 @@ def scale_of(work: Backward, schedule: ProcessSchedule) -> Scale:
             raise no_mean(state="The state is as before the step. ", odd=number != 0)
         return Scale(1 / work.loss_scale)  # no data on the ranks that share these gradients; other ranks continue
     weight = summary.enqueued().weight
-    empty = ~(
-        (weight > 0) & (weight < math.inf)
-    )  # the host raises later, when it reads the summary; until then nothing may change
+    # The host raises later, when it reads the summary; until then nothing may change.
+    empty = ~((weight > 0) & (weight < math.inf))
     return Scale((schedule.among.size / weight).masked_fill(empty, 0.0) / work.loss_scale, empty)
 
 
 # --- buckets ---------------------------------------------------------------------------------------------------------
 
 
-class Completion:
-    """The base of classes that process each bucket of a backward pass when it is complete."""
+class _Completion:
+    """Has `complete`, called with each bucket of a backward pass that is complete, and `result`, of all buckets."""
 
     def __init__(self, work: Backward, schedule: ProcessSchedule):
         self.updated = 0  # the number of buckets that the optimizer has updated
-        #: The mean loss, if ranks don't share gradients and so have no step summary of it.
-        self.mean: torch.Tensor | None = None
+        self.mean: torch.Tensor | None = None  # the mean loss, where no step summary of all ranks has it
         self._work, self._schedule, self._plan = work, schedule, schedule.plan
         self._states: dict[int, LeafState] = {}
-
-    def complete(self, bucket: Bucket, reduced: Reduced) -> None:
-        """The program of `bucket` has returned `reduced`."""
-        raise NotImplementedError
-
-    def result(self) -> BackwardResult:
-        """The results of all buckets."""
-        raise NotImplementedError
 
     def _begin_update(self, bucket: Bucket, grads: Sequence[torch.Tensor]) -> None:
         """The optimizer is about to update the parameters of `bucket`, whose gradients are `grads`."""
@@ -250,7 +224,7 @@ class Completion:
         return states_after(self._plan, self._states, before, params) if before else {}
 
 
-class CollectGradients(Completion):
+class CollectGradients(_Completion):
     """Collects gradients (``overlap="backward"``) for an optimizer that needs all at once. The state doesn't change."""
 
     def __init__(self, work: Backward, schedule: ProcessSchedule, scale: Scale):
@@ -281,7 +255,7 @@ class CollectGradients(Completion):
         return BackwardResult(grads, after, sums=sums, skip=self._scale.skip)
 
 
-class UpdateBuckets(Completion):
+class UpdateBuckets(_Completion):
     """Runs the optimizer on each bucket (``overlap="update"``): in the state's memory with `donate`, else in copies."""
 
     def __init__(self, work: Backward, schedule: ProcessSchedule, scale: Scale):
@@ -313,31 +287,27 @@ class UpdateBuckets(Completion):
         return BackwardResult(None, self._states_after(self._params), self._params, advanced(self._opt_state))
 
 
-class UpdateThenSend(Completion):
-    """Updates a bucket and sends it as soon as its gradients are ready (:mod:`ltx.core.transforms.strategy`).
-
-    The backward pass may still need the old parameters, so parameters change only when the pass is over; the
-    optimizer's state changes at once. `total`, `weight`: as in :class:`Forward`.
+class UpdateThenSend(_Completion):
+    """Updates a bucket and sends it as soon as its gradients are ready (:mod:`ltx.core.transforms.strategy`). The pass
+    may still need the old parameters, which so change only when it is over; the optimizer's state changes at once.
     """
 
     def __init__(self, hook: PostUpdateHook, work: Backward, schedule: ProcessSchedule):
         # Don't keep `total`: its graph holds the schedule, which holds this object during the pass, and the garbage
         # collector can't free a cycle that goes through a graph.
         super().__init__(work, schedule)
-        self._hook, self._axis = hook, self._plan.axis
-        state, optimizer = work.state, work.optimizer
-        opt_state = hook.own(state.held_opt_state, self._axis)
+        self._hook, self._axis, self._optimizer = hook, self._plan.axis, work.optimizer
+        state, opt_state = work.state, hook.own(work.state.held_opt_state, self._axis)
         self._opt_state = opt_state = opt_state if work.donate else tree.map(torch.clone, opt_state)
-        self._opt_states = optimizer.leaf_states(opt_state, state.held_params)
+        self._opt_states = work.optimizer.leaf_states(opt_state, state.held_params)
         paths = tree.leaf_paths(state.held_params) if self._plan.keeps else []
         known = [state.sync_state.leaves[path] for path in paths] or [{} for _ in work.leaves]
         old = Old([x.detach() for x in work.leaves], known, self._axis.size)
         self._old = replace(old, may_overwrite=work.donate and may_be_written_to(hook.written(old), opt_state))
         self._params = list(old.params)
-        self._optimizer = optimizer
         if hook.shares_gradients:
             self._scale = scale_of(work, schedule)
-            self._optimizer = self._scale.conditional(optimizer, self._params)
+            self._optimizer = self._scale.conditional(work.optimizer, self._params)
         else:
             self.mean, self._divisor = work.mean_at_once(self._axis, local=True)
 
@@ -360,8 +330,7 @@ class UpdateThenSend(Completion):
     def _updated(self, bucket: Bucket, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         given = [self._hook.part(x, self._axis).clone() for x in self._old.of(bucket).params]
         self._begin_update(bucket, grads)
-        opt_states = [self._opt_states[member] for member in bucket.members]
-        apply_leaves(self._optimizer, grads, opt_states, given, self._opt_state)
+        apply_leaves(self._optimizer, grads, [self._opt_states[m] for m in bucket.members], given, self._opt_state)
         return given
 
     def complete(self, bucket: Bucket, reduced: Reduced) -> None:
@@ -373,3 +342,6 @@ class UpdateThenSend(Completion):
         spec = tree.flatten(params := self._work.state.held_params)[1]
         opt_state = self._hook.held(advanced(self._opt_state), self._axis)
         return BackwardResult(None, self._states_after(params), tree.unflatten(spec, self._params), opt_state)
+
+
+Completion = CollectGradients | UpdateBuckets | UpdateThenSend

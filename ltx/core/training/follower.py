@@ -1,8 +1,8 @@
 """The module of ``train.init(module)``, which has the tensors of the newest state.
 
-Its parameters lie in the memory of the state's, so a step in place changes both, and nothing is to be done. A step that
-makes other tensors, such as one with ``donate=False``, has them put under the module's Parameters, which stay the same
-objects: whoever holds them (an average, a metric) sees the new values too.
+Its parameters lie in the state's memory, so a step in place changes both. A step that makes other tensors, such as one
+with ``donate=False``, has them put under the module's Parameters, which stay the same objects: whoever holds them (an
+average, a metric) sees the new values too.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ _followers = WeakTensorKeyDictionary()
 _PROCESS, _count = os.urandom(8).hex(), itertools.count()
 
 _ENDED = (
-    "this TrainState has ended: train.init was called once more, with its module or one that shares weights with it, "
-    "which belong to the state that this call made. Go on with that one. To keep an older one, copy.deepcopy(state) "
-    "before; dataclasses.replace(copy, module=None) goes on without the module."
+    "this TrainState has ended: train.init was called once more, with its module or one that shares weights with it. "
+    "Go on with that one. To keep an older one, dataclasses.replace(copy.deepcopy(state), module=None) before."
 )
 _COMPILED = (
     "compiled steps don't move a module: this {} has no present values, the train state has. Give it the state's by "
@@ -42,9 +41,8 @@ _SHAPES = (
     "follow. Put the parameters together first, and give it them by ltx.to_module(module, params)."
 )
 _INSTEAD = (
-    "Which parameters are trained, and what they are, is settled by train.init. To go on with the module as it is now: "
-    "state = train.init(module); to train others of the same parameters: train_step(step, optimizer, "
-    "trainable=).adopt(state)."
+    "Which parameters are trained is settled by train.init. To go on with the module as it is now: state = "
+    "train.init(module); to train others of the same ones: train_step(step, optimizer, trainable=).adopt(state)."
 )
 _FLAGS, _PLACES = attrgetter("requires_grad"), torch.Tensor.data_ptr
 
@@ -113,7 +111,6 @@ class Follower:
 
     def look(self, state: TrainState, training: bool) -> None:
         """Take over into the `state` that it shows what the program has put under the module's tensors: ``p.data = x``.
-
         Before a step of `training` it raises if the module has become something that the step would pass over.
         """
         if self.shows is not state.lease or traced.recording() or private.in_transform():

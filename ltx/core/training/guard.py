@@ -1,8 +1,7 @@
 """How a training step treats gradients that aren't finite: the guard, the loss scale, and the next state.
 
-Every hook delivers NaN and infinity unchanged to every rank, so ranks that share gradients all see them without asking.
-Only when an error is raised do ranks find out which rank caused it: each computes its own gradients again, and they
-compare descriptions of them through the store.
+Every hook delivers NaN and infinity unchanged, so ranks that share gradients all see them without asking. Only for an
+error do they find out which rank caused it: each computes its own again, and they compare descriptions by the store.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ import torch
 from ltx.core import comm
 from ltx.core.base import private, traced, tree
 from ltx.core.base.errors import NotFiniteError, StepError
+from ltx.core.base.private import Tensors
 from ltx.core.gradients.comm_hook import EXACT
 from ltx.core.optim import TorchState, grad_norm
-from ltx.core.optim.base import chosen
 from ltx.core.training.outputs import Batch, arguments_of, outputs_of
 from ltx.core.training.settings import TrainSettings
 from ltx.core.training.train_state import LossScale, Metrics, TrainState, drawn_again
@@ -32,12 +31,12 @@ from ltx.typing import Tree
 _SHOWN = 4
 
 
-def probes(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def probes(grads: Tensors) -> list[torch.Tensor]:
     """Sums over all elements, in one pass over memory. A sum isn't finite if an element isn't, and rarely otherwise."""
     return [g.sum(dtype=torch.float32) if g.dtype.itemsize < 4 else g.sum() for g in _runs(grads)]
 
 
-def _runs(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _runs(grads: Tensors) -> list[torch.Tensor]:
     """`grads`, with neighbours in memory joined into one tensor, because each call has a cost."""
     runs: list[tuple[torch.Tensor, int, tuple[Any, ...]]] = []  # (first tensor, elements, memory position after them)
     for g in grads:
@@ -51,7 +50,7 @@ def _runs(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [first if first.numel() == count else first.as_strided((count,), (1,)) for first, count, _ in runs]
 
 
-def not_finite(grads: Sequence[torch.Tensor], sums: Sequence[torch.Tensor | float] | None = None) -> torch.Tensor:
+def not_finite(grads: Tensors, sums: Sequence[torch.Tensor | float] | None = None) -> torch.Tensor:
     """Whether any element isn't finite, exactly: a 0-dim bool tensor. `sums`: :func:`probes` of `grads`, if known."""
     sums = probes(grads) if sums is None else sums
     if all(map(cmath.isfinite, sums)):
@@ -59,39 +58,23 @@ def not_finite(grads: Sequence[torch.Tensor], sums: Sequence[torch.Tensor | floa
     return any_not_finite(grads)  # the sum of finite numbers may overflow, so look at the elements
 
 
-def any_not_finite(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Whether any element isn't finite: a 0-dim bool tensor."""
+def any_not_finite(grads: Tensors, at_once: bool = False) -> torch.Tensor:
+    """Whether any element isn't finite: a 0-dim bool tensor. `at_once`: in few kernels, for an accelerator."""
     grads = [g for g in grads if g.numel()]
     if not grads:
         return torch.tensor(False, device="cpu")
-    found = [g.isfinite().all().logical_not().to(grads[0].device) for g in grads]
-    return torch.stack(found).any()
-
-
-def not_finite_on_device(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """:func:`not_finite` for an accelerator: exact, in few kernels, and the host reads nothing."""
-    grads = [g for g in grads if g.numel()]
-    if not grads:
-        return torch.zeros((), dtype=torch.bool, device="cpu")
-    return torch.stack(torch._foreach_norm(grads, float("inf"))).isfinite().all().logical_not()
+    if at_once:
+        return torch.stack(torch._foreach_norm(grads, float("inf"))).isfinite().all().logical_not()
+    return torch.stack([g.isfinite().all().logical_not().to(grads[0].device) for g in grads]).any()
 
 
 def not_finite_error(
-    train: TrainSettings,
-    state: TrainState,
-    batch: Batch,
-    info: StepInfo,
-    reduced: Sequence[torch.Tensor],
-    states: dict[str, Any],
-    factor: Any,
+    train: TrainSettings, state: TrainState, batch: Batch, info: StepInfo, reduced: Tensors, states: dict[str, Any]
 ) -> NotFiniteError:
-    """The error of a step whose `reduced` gradients aren't finite, the same on every rank. All ranks call this.
-
-    `states`: the states of random number generators before the step; `factor`: the loss scale.
-    """
+    """The error of a step, alike on all ranks, which all call this. `states`: random numbers' before the step."""
     paths = tree.leaf_paths(state.trained)
     with drawn_again(states):
-        own = _own_gradients(train, state, batch, info, factor)
+        own = _own_gradients(train, state, batch, info)
     count = len(own)
     told = info.axis.ranks.by_rank(
         comm.Signature("whose gradients aren't finite", ()),
@@ -113,35 +96,34 @@ def not_finite_error(
     )
 
 
-def _own_gradients(train: TrainSettings, state: TrainState, batch: Batch, info: StepInfo, factor: Any) -> list[Any]:
+def _own_gradients(train: TrainSettings, state: TrainState, batch: Batch, info: StepInfo) -> list[Any]:
     """This rank's gradients, before the reduction; zeros for parameters that this rank doesn't use."""
-    local, own = replace(train.step, blocked=True), list[torch.Tensor]()
+    local, own, factor = replace(train.step, blocked=True), list[torch.Tensor](), loss_scale_of(train, state)
+    leaves, spec = tree.flatten(state.trained)
 
-    def loss(params: Tree) -> torch.Tensor:
-        arguments = arguments_of(params, state.buffers, batch)
+    def loss(leaves: Tensors) -> torch.Tensor:
+        arguments = arguments_of(tree.unflatten(spec, leaves), state.buffers, batch)
         run = local.run(arguments, batch.named, CallOptions(step=info.step, frozen=state.frozen))
         own.extend(run.own)
         found = outputs_of(run, state.buffers, train.has_aux).loss
         total = found.total if isinstance(found, Weighted) else found
         return total if factor is None else total * factor
 
-    leaves, spec = tree.flatten(state.trained)
     if private.in_transform():
-        grads: list[Any] = torch.func.grad(lambda leaves: loss(tree.unflatten(spec, leaves)))(leaves)
+        grads: list[Any] = torch.func.grad(loss)(leaves)
         return grads
-    with torch.enable_grad():  # the step enables gradients too, whatever torch.func has set
-        leaves = [x.detach().requires_grad_() for x in leaves]
-        total = loss(tree.unflatten(spec, leaves))
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    with torch.enable_grad():  # as the step does, whatever torch.func has set
+        total = loss(leaves)
     return gradients(total, leaves, own=own)
 
 
-def _described(paths: Sequence[str], grads: Sequence[torch.Tensor]) -> list[str]:
+def _described(paths: Sequence[str], grads: Tensors) -> list[str]:
     """A text for each gradient that isn't finite, with the number of its bad elements."""
     found = []
     for path, grad in zip(paths, grads, strict=True):
         values = plain_values(grad)
-        bad = int(values.isfinite().logical_not().sum())
-        if bad:
+        if bad := int(values.isfinite().logical_not().sum()):
             what = "NaN" if bool(values.isnan().any()) else "infinite"
             found.append(f"leaf {path!r} ({what}, {bad} of {values.numel()} elements)")
     return found
@@ -153,10 +135,7 @@ def _listed(texts: Sequence[str]) -> str:
 
 
 def host_asks(train: TrainSettings, step: int) -> bool:
-    """Whether the host waits at this step for a device to say if gradients are finite.
-
-    With a limit of n skipped steps it does so at every n-th step. If the limit is exceeded then, it raises.
-    """
+    """Whether the host waits for a device at this step; with a limit of n skipped steps only at every n-th one."""
     return train.guard == "raise" or (train.max_skipped is not None and step % train.max_skipped == 0)
 
 
@@ -166,7 +145,7 @@ def must_sync_finite(train: TrainSettings, info: StepInfo) -> bool:
     return not (alone or shares_gradients(train.step.strategy, info.step, info.axis))
 
 
-def runs_ahead(info: StepInfo, tensors: Sequence[torch.Tensor]) -> bool:
+def runs_ahead(info: StepInfo, tensors: Tensors) -> bool:
     """Whether the host runs ahead of the device of `tensors`, so that the host shouldn't read its values."""
     if tensors and tensors[0].device.type != "cpu":
         return True
@@ -189,15 +168,12 @@ def loss_scale_of(train: TrainSettings, state: TrainState) -> torch.Tensor | flo
 
 
 def all_finite(
-    train: TrainSettings,
-    grads: Sequence[torch.Tensor],
-    info: StepInfo,
-    sums: Sequence[torch.Tensor | float] | None = None,
+    train: TrainSettings, grads: Tensors, info: StepInfo, sums: Sequence[torch.Tensor | float] | None = None
 ) -> bool | torch.Tensor:
     """Whether all gradients of all ranks are finite, on all ranks alike; for steps that check them."""
     pure = traced.recording() or private.in_transform()
     ahead = not pure and runs_ahead(info, grads)  # the host doesn't wait for the answer
-    bad = any_not_finite(grads) if pure else not_finite_on_device(grads) if ahead else not_finite(grads, sums)
+    bad = any_not_finite(grads, at_once=ahead) if pure or ahead else not_finite(grads, sums)
     if must_sync_finite(train, info):
         shared = exchange(train.step.strategy, EXACT, [bad.float().reshape(1)], ["whether gradients are finite"], info)
         bad = shared.wait()[0][0].reshape(()) > 0
@@ -207,15 +183,13 @@ def all_finite(
 
 
 def should_raise(train: TrainSettings, state: TrainState) -> bool:
-    """Whether gradients that aren't finite raise. With dynamic loss scaling, only at a scale of 1 or its least value.
-
-    They also raise when as many steps in a row were skipped as the limit allows.
+    """Whether gradients that aren't finite raise: by the guard, with dynamic loss scaling only at a scale of 1 or its
+    least value; or when as many steps in a row were skipped as the limit allows.
     """
-    dynamic = train.dynamic
-    return over_limit(train, state) or (
-        train.guard == "raise"
-        and (dynamic is None or bool((plain_values(state.loss_scale.scale) <= max(1, dynamic.least)).all()))
-    )
+    by_guard = train.guard == "raise"
+    if by_guard and (dynamic := train.dynamic) is not None:
+        by_guard = bool((plain_values(state.loss_scale.scale) <= max(1, dynamic.least)).all())
+    return by_guard or over_limit(train, state)
 
 
 def over_limit(train: TrainSettings, state: TrainState) -> bool:
@@ -223,16 +197,6 @@ def over_limit(train: TrainSettings, state: TrainState) -> bool:
     if train.max_skipped is None or isinstance(state.loss_scale, tuple):
         return False
     return bool((plain_values(state.loss_scale.good_steps) <= -train.max_skipped).any())
-
-
-def kept_if_skipped(
-    train: TrainSettings, finite: bool | torch.Tensor | None, state: TrainState, states: Tree, buffers: Tree
-) -> tuple[Tree, Tree]:
-    """The communication state before the strategy's part, and buffers; the old ones if the step is skipped."""
-    states = chosen(finite, states, state.sync_state.leaves)
-    if train.guard == "skip" and buffers is not None:
-        buffers = chosen(finite, buffers, state.buffers)
-    return states, buffers
 
 
 def next_state(
@@ -244,7 +208,6 @@ def next_state(
     metrics: Metrics,
     finite: bool | torch.Tensor | None,
 ) -> tuple[TrainState, Metrics]:
-    """The next state, and the metrics that follow from it."""
     if type(updated.opt_state) is not TorchState and (norm := grad_norm(updated.opt_state)) is not None:
         # A copy, as the next step may write into this tensor; a step that is skipped leaves it as it was.
         good = None if finite is None else torch.as_tensor(finite, device=norm.device)
@@ -263,15 +226,5 @@ def next_state(
     was, layout = state.layout, train.step.strategy.layout
     if layout != was:  # the state held the whole optimizer state, or a program has made it
         was = replace(was, params=layout.params, opt_state=layout.opt_state, sync_state=layout.sync_state)
-    following = TrainState(
-        updated.params,
-        buffers,
-        updated.opt_state,
-        sync,
-        traced.one_more(state.step),
-        was,
-        loss_scale,
-        updated.pending,
-        state.frozen,
-    )
-    return following, metrics
+    parts, step = (updated.params, buffers, updated.opt_state, sync), traced.one_more(state.step)
+    return TrainState(*parts, step, was, loss_scale, updated.pending, state.frozen), metrics

@@ -1,14 +1,10 @@
 """What a train state was made for, and what another train step keeps of it.
 
-A state fits the train step that made it. Elsewhere it may go wrong without a word: a step that averages gradients
+Elsewhere than with the train step that made it a state may go wrong without a word: a step that averages gradients
 keeps the unequal replicas of local SGD unequal; Adadelta takes Adam's moments, which have other meanings, for its own.
-So each call that gets a state compares once what it was made for (``state.layout``), and :meth:`TrainStep.adopt` makes
-one of it that fits.
-
-A state that this train step has made names it (``made_by``), which costs a steady step one comparison of references.
-Others (changed by ``dataclasses.replace``, loaded, copied, of a train step that was made anew) are compared as texts,
-and where these differ by what they keep. So another learning rate, another bucket size or a hook without state are no
-difference.
+So each call that gets a state compares once what it was made for (``state.layout``): states that don't name this train
+step (``made_by``) are compared as texts, and where these differ by what they keep. Another learning rate, another
+bucket size or a hook without state are no difference.
 """
 
 from __future__ import annotations
@@ -54,11 +50,7 @@ def kind_of(optimizer: Any) -> str:
 
 
 def check_made_for(train: Any, state: TrainState) -> None:
-    """Raise unless `state` was made for `train`, or for one that makes the same of it.
-
-    Raises:
-        StepError: it says what differs, and how to get a state that fits.
-    """
+    """Raise unless `state` was made for `train`, or for one that makes the same of it."""
     if traced.recording():
         _check_in_graph(train.step.strategy, train.optimizer, state.layout)
         return
@@ -66,9 +58,8 @@ def check_made_for(train: Any, state: TrainState) -> None:
         return
     if found := [f"{what}: made for {was}, this one has {now}" for what, was, now in _differences(train, state)]:
         raise StepError(
-            f"this TrainState (step {state.step}) was made for another train step. " + "; ".join(found) + ". To go on "
-            "with this one, take state = train.adopt(state), on all ranks: it makes parameters equal where ranks' "
-            "differ, and keeps of the rest what fits."
+            f"this TrainState (step {state.step}) was made for another train step. {'; '.join(found)}. To go on with "
+            "this one, take state = train.adopt(state), on all ranks: it keeps what fits."
         )
 
 
@@ -78,8 +69,7 @@ def _check_in_graph(strategy: Strategy, optimizer: Optimizer, layout: StateLayou
     if layout.strategy and (strategy.layout.params, kind_of(optimizer)) != (layout.params, layout.optimizer[0]):
         raise StepError(
             f"this TrainState was made for another train step: for {layout.strategy} and {layout.optimizer[1]}, and "
-            f"this one has {strategy!r} and {optimizer!r}. To go on with this one, take state = train.adopt(state), on "
-            "all ranks, outside of the compiled step."
+            f"this one has {strategy!r} and {optimizer!r}. Take train.adopt(state), on all ranks, outside of the graph."
         )
 
 
@@ -102,7 +92,7 @@ def _differences(train: Any, state: TrainState) -> Iterator[tuple[str, str, str]
         kind_of(train.optimizer) == was.optimizer[0] and (whole or _shapes(first()) == _shapes(state.held_opt_state))
     ):
         yield "optimizer", was.optimizer[1], repr(train.optimizer)
-    out = left_out(train.trainable, _paths(state))
+    out = left_out(train.trainable, tree.leaf_paths(state.held_params, with_none=True))  # also of frozen parameters
     if out != set(was.left_out):
         now, before = out - set(was.left_out), set(was.left_out) - out
         told = [f"{brief(sorted(names))} {word}" for names, word in ((now, "frozen"), (before, "trained")) if names]
@@ -115,16 +105,10 @@ def _shapes(part: Tree) -> list[tuple[str, torch.Size]]:
     return [(path, x.shape) for path, x in tensors_by_path(part)]
 
 
-def _paths(state: TrainState) -> list[str]:
-    """The paths of all parameters, trained and frozen."""
-    return tree.leaf_paths(state.held_params, with_none=True)
-
-
 # --- adopt -----------------------------------------------------------------------------------------------------------
 
 
 def adopted(train: Any, state: TrainState, params: Literal["mean", "rank0"]) -> TrainState:
-    """:meth:`TrainStep.adopt`."""
     if params not in ("mean", "rank0"):
         raise StepError(f'adopt: params must be "mean" or "rank0", got {brief(params)}.')
     state.check_whole()
@@ -135,13 +119,16 @@ def adopted(train: Any, state: TrainState, params: Literal["mean", "rank0"]) -> 
             "the train step that made it, on all ranks: state = old_train.gather(state)."
         )
     axis = comm.resolve(train.step.axis)
-    # Ranks may have parameters, and then moments, of their own.
-    equal = partial(_made_equal, axis=axis, mean=params == "mean")
-    whole = state.params if was.params == "replicated" else equal(state.params)
-    opt_state = state.held_opt_state
-    opt_state = opt_state if was.opt_state == "replicated" else equal(opt_state)
+
+    def equal(x: torch.Tensor) -> Any:  # ranks may have parameters, and then moments, of their own
+        if params == "rank0":
+            return collectives.broadcast(x, axis=axis)
+        return collectives.pmean(x, axis) if x.is_floating_point() or x.is_complex() else collectives.pmax(x, axis)
+
+    whole = state.params if was.params == "replicated" else tree.map(equal, state.params)
+    opt_state = state.held_opt_state if was.opt_state == "replicated" else tree.map(equal, state.held_opt_state)
+    now_out = left_out(train.trainable, tree.leaf_paths(state.held_params, with_none=True))
     # By requires_grad=False when the state was made, which its tensors don't show.
-    now_out = left_out(train.trainable, _paths(state))
     out = ({*tree.leaf_paths(state.frozen)} - {*was.left_out}) | now_out
     fresh = replace(train, trainable=lambda path: path not in out)
     new = fresh.gather(fresh.init(whole))
@@ -168,19 +155,8 @@ def adopted(train: Any, state: TrainState, params: Literal["mean", "rank0"]) -> 
             f"{'new' if sync_state is new.held_sync_state else 'kept'}",
         ),
     )
-    steps = following.held_sync_state.step
     following = counted(following, state.step, updates_of(state) if kept else 0)
-    return replace(following, sync_state=replace(following.held_sync_state, step=steps))
-
-
-def _made_equal(part: Tree, axis: Any, mean: bool) -> Tree:
-    """`part` with the mean over ranks in all leaves that have one, or with rank 0's values."""
-    if not mean:
-        return collectives.broadcast(part, axis=axis)
-    return tree.map(
-        lambda x: collectives.pmean(x, axis) if x.is_floating_point() or x.is_complex() else collectives.pmax(x, axis),
-        part,
-    )
+    return replace(following, sync_state=replace(following.held_sync_state, step=sync_state.step))
 
 
 def _by_path(part: Tree) -> dict[str, torch.Tensor]:
@@ -192,7 +168,7 @@ def _with_values(part: Tree, values: Mapping[str, torch.Tensor]) -> Tree:
     """`part` with copies of `values` where path, shape and dtype fit."""
     kept = list[torch.Tensor]()
     for path, x in _by_path(part).items():
-        old = values.get(path)
-        alike = old is not None and (old.numel(), old.dtype, old.device) == (x.numel(), x.dtype, x.device)
-        kept.append(old.detach().reshape(x.shape).clone() if old is not None and alike else x)
+        old = values.get(path, x)
+        alike = old is not x and (old.numel(), old.dtype, old.device) == (x.numel(), x.dtype, x.device)
+        kept.append(old.detach().reshape(x.shape).clone() if alike else x)
     return tree.unflatten(tree.flatten(part)[1], kept)

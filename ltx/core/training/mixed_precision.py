@@ -129,11 +129,9 @@ class Precision(Readable):
             raise StrategyError(
                 f"Precision.keep must be a tuple of positions of arguments, such as (1,), got {brief(self.keep)}."
             )
-
         patterns = self.keep_params
-        if not callable(patterns) and not (
-            isinstance(patterns, tuple) and all(isinstance(pattern, str) for pattern in patterns)
-        ):
+        several = isinstance(patterns, tuple) and all(isinstance(pattern, str) for pattern in patterns)
+        if not (callable(patterns) or several):
             raise StrategyError(
                 "Precision.keep_params must be a tuple of patterns of parameters' paths, such as ('*norm*',), or a "
                 f"function from a path to a bool, got {brief(patterns)}."
@@ -175,17 +173,15 @@ class Casted:
             pairs = zip(paths, leaves, strict=True)
             return tree.unflatten(spec, [leaf if path in kept else given(leaf) for path, leaf in pairs])
 
-        numbers = (self.argnums,) if isinstance(self.argnums, int) else self.argnums
-        patterns = self.precision.keep_params
-        some = {n % len(args) for n in numbers} if patterns and args else set()
+        patterns, at = self.precision.keep_params, self.argnums
+        some = {n % len(args) for n in ((at,) if isinstance(at, int) else at)} if patterns and args else set()
         paths = [path for place in sorted(some) for path in tree.leaf_paths(args[place])]
         if callable(patterns):
             kept: Collection[str] = [path for path in paths if patterns(path)]
         else:
             kept = _fitting(patterns, tuple(paths)) if some else ()
-        cast_args = [
-            arg if place in keep else inside(arg, kept if place in some else ()) for place, arg in enumerate(args)
-        ]
+        kept_at = [kept if place in some else () for place in range(len(args))]
+        cast_args = [x if place in keep else inside(x, kept_at[place]) for place, x in enumerate(args)]
         names = _names(self.fn, keep) if kwargs and keep else ()
         value = self.fn(*cast_args, **{name: arg if name in names else inside(arg) for name, arg in kwargs.items()})
         return value if output is None else tree.map(answered, value)
@@ -201,11 +197,10 @@ def _names(fn: Step, keep: tuple[int, ...]) -> tuple[str, ...]:
 def mixed_precision(step: DataParallel, precision: Precision) -> DataParallel:
     """The same step, computed in ``precision.compute``; parameters and their gradients keep their own dtype.
 
-    Inside the step, floating parameters and floating tensors of the batch are in ``precision.compute``. The optimizer
-    updates the master weights, which are the parameters that were passed in, and gradients have their dtype: the
-    gradient of each micro-batch is cast before it is added up, and ranks sum gradients in that dtype unless
-    ``precision.reduce`` is set. Complex and integer tensors aren't cast, nor parameters whose paths match
-    ``precision.keep_params``. ``torch.autocast`` may be used inside the step.
+    The optimizer updates the master weights, which are the parameters that were passed in, and gradients have their
+    dtype: the gradient of each micro-batch is cast before it is added up, and ranks sum gradients in that dtype unless
+    ``precision.reduce`` is set. Complex and integer tensors of parameters and batch aren't cast, nor parameters whose
+    paths match ``precision.keep_params``. ``torch.autocast`` may be used inside the step.
 
     Args:
         step: a step from :func:`ltx.data_parallel`, with any strategy; accumulate it before or after this.
@@ -244,10 +239,7 @@ def mixed_precision(step: DataParallel, precision: Precision) -> DataParallel:
     if step.precision is not None:
         raise StepError(f"mixed_precision: this step has {step.precision!r} already.")
     if step.returns != "value":
-        raise StepError(
-            'mixed_precision: a step with returns="grads" takes its gradients inside the cast, where they have the '
-            "dtype of the computation. Wrap the loss instead."
-        )
+        raise StepError('mixed_precision: a step with returns="grads" takes gradients in the cast. Wrap its loss.')
     # The cast is inside an accumulation, so that gradients of micro-batches are summed in the parameters' dtype.
     if isinstance(step.fn, Accumulated):
         fn: Step = replace(step.fn, fn=Casted(step.fn.fn, precision, step.argnums))

@@ -1,7 +1,4 @@
-"""The arguments and the result of the user's step inside a train step.
-
-A step that returns gradients is turned into a step that returns a loss with these gradients (:func:`as_loss`).
-"""
+"""The arguments and the result of the user's step inside a train step."""
 
 from __future__ import annotations
 
@@ -31,15 +28,12 @@ class Batch(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """The parts of a step's output."""
-
     loss: torch.Tensor | Weighted  # attached to the graph
     buffers: Tree  # the next buffers, or None if there are none
     aux: Any  # the other outputs; None without `has_aux`
 
 
 def arguments_of(params: Tree, buffers: Tree, batch: Batch) -> tuple[Any, ...]:
-    """The positional arguments of the user's step."""
     return (params, *batch.args) if buffers is None else (params, buffers, *batch.args)
 
 
@@ -80,10 +74,9 @@ def loss_in(output: Any) -> Any:
 
 
 def outputs_of(run: Run, buffers: Tree, has_aux: bool, detached: bool = True) -> Outputs:
-    """The parts of the output of `run`, a step that got `buffers`.
-
-    A mapping or dataclass with an entry `loss` stands for that loss, and with `has_aux` for aux too. With
-    ``data_parallel(outputs="mean")`` buffers and aux are means over ranks; with `detached` they have no derivative.
+    """The parts of the output of `run`, a step that got `buffers`. A mapping or dataclass with an entry `loss` stands
+    for that loss, and with `has_aux` for aux too. With ``data_parallel(outputs="mean")`` buffers and aux are means over
+    ranks; with `detached` they have no derivative.
     """
     output = run.output
     names = ("loss", *(() if buffers is None else ("buffers",)), *(("aux",) if has_aux else ()))
@@ -98,9 +91,8 @@ def outputs_of(run: Run, buffers: Tree, has_aux: bool, detached: bool = True) ->
     loss = parts.pop("loss")
     if not isinstance(loss, torch.Tensor) and (within := loss_in(loss)) is not None:
         loss = within
-    if not isinstance(loss, Weighted) and not (
-        isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point()
-    ):
+    plain = isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point()
+    if not (plain or isinstance(loss, Weighted)):
         raise StepError(
             f"train_step: the loss must be a 0-dim floating tensor or ltx.Weighted, got {outcome(loss)}. Take its "
             "mean or sum; a step that returns (loss, aux) wants has_aux=True. A mapping holds it as `loss`."
@@ -117,9 +109,8 @@ def outputs_of(run: Run, buffers: Tree, has_aux: bool, detached: bool = True) ->
 
 
 class ZeroWithGradients(torch.autograd.Function):
-    """``apply(n, *params, *grads)`` is 0, and its gradients are `grads`. (Sums of products took twice as long.)
-
-    The zero is a float64, so that the cotangent of the loss isn't rounded, whatever the dtypes of parameters.
+    """``apply(n, *params, *grads)`` is 0, and its gradients are `grads`; sums of products took twice as long. It is a
+    float64, so that the cotangent of the loss isn't rounded, whatever the dtypes of parameters.
     """
 
     generate_vmap_rule = True
@@ -141,10 +132,7 @@ class ZeroWithGradients(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class GivenGradients:
-    """Turns a step that returns ``(grads, loss, *rest)`` into ``(params, *batch) -> loss, *rest``.
-
-    It adds a zero to the loss whose gradients are `grads`, so that a train step treats both kinds of steps alike.
-    """
+    """Makes of a step that returns ``(grads, loss, *rest)`` one whose loss has a zero added with these gradients."""
 
     fn: Step
 
@@ -189,11 +177,11 @@ class GivenGradients:
                 path = tree.leaf_paths(params)[index]
                 got = tree.describe(g) if isinstance(g, Tensor) else brief(g)
                 raise StepError(f"train_step: the gradient of {path!r} must be {tree.describe(x)}, got {got}.")
-        pairs = [(x, g.detach()) for x, g in zip(leaves, given, strict=True) if g is not None]
-        if not pairs:
+        xs = [x for x, g in zip(leaves, given, strict=True) if g is not None]
+        if not xs:
             raise StepError('train_step: a step with returns="grads" returned no gradient at all.')
-        tensors = (*(x for x, _ in pairs), *(g for _, g in pairs))
-        zero: Tensor = ZeroWithGradients.apply(len(pairs), *tensors)  # type: ignore[no-untyped-call]
+        there = [g.detach() for g in given if g is not None]
+        zero: Tensor = ZeroWithGradients.apply(len(xs), *xs, *there)  # type: ignore[no-untyped-call]
         return zero
 
 

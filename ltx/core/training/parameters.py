@@ -29,10 +29,8 @@ _PIECE_BYTES = 64 << 20
 
 
 def check_trainable(trainable: Any) -> None:
-    patterns = [trainable] if isinstance(trainable, str) else trainable
-    if trainable is None or callable(trainable):
-        return
-    if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
+    several = isinstance(trainable, list | tuple) and all(isinstance(pattern, str) for pattern in trainable)
+    if not (several or trainable is None or isinstance(trainable, str) or callable(trainable)):
         raise StepError(
             "train_step: trainable must be a pattern of paths, a list of patterns, a function of a path, or None, got "
             f'{brief(trainable)}. Such as trainable=["*.lora_*", "head.*"].'
@@ -40,13 +38,10 @@ def check_trainable(trainable: Any) -> None:
 
 
 def split(params: Tree, trainable: Trainable) -> tuple[Tree, Tree]:
-    """(trained, frozen) parameters: two trees, each with None in the other's places; `frozen` may be None.
-
-    A leaf is frozen if `trainable` leaves it out, or if it doesn't require gradients. The latter doesn't count if no
-    leaf requires gradients and none is a module's parameter.
+    """(trained, frozen) parameters: two trees, each with None in the other's places; `frozen` may be None. A leaf is
+    frozen if `trainable` leaves it out, or if it doesn't require gradients, unless no leaf does and none is a module's.
     """
-    leaves, spec = tree.flatten(params)
-    paths = tree.leaf_paths(params)
+    (leaves, spec), paths = tree.flatten(params), tree.leaf_paths(params)
     says = any(x.requires_grad or isinstance(x, torch.nn.Parameter) for x in leaves)
     out = left_out(trainable, paths)
     frozen = [path in out or (says and not x.requires_grad) for x, path in zip(leaves, paths, strict=True)]
@@ -63,7 +58,6 @@ def split(params: Tree, trainable: Trainable) -> tuple[Tree, Tree]:
 
 
 def left_out(trainable: Trainable, paths: Sequence[str]) -> set[str]:
-    """The paths that `trainable` leaves out."""
     if trainable is None:
         return set()
     if callable(trainable):
@@ -71,10 +65,14 @@ def left_out(trainable: Trainable, paths: Sequence[str]) -> set[str]:
     return set(paths) - tree.wanted(trainable, paths, StepError, "train_step: trainable=")
 
 
+#: (Its first byte, that behind it, its path, a leaf.)
+_Span = tuple[int, int, str, torch.Tensor]
+
+
 def _check(leaves: Sequence[torch.Tensor], paths: Sequence[str], frozen: Sequence[bool]) -> None:
     """Refuse leaves that can't be trained, and two names of one tensor, which training would make different."""
     known: dict[Any, str] = {}
-    spans: list[tuple[int, int, str, torch.Tensor]] = []  # (its first byte, that behind it, its path, a leaf)
+    spans: list[_Span] = []
     if (hooked := first_hooked(leaves)) is not None:
         raise TreeError(hooked_text(f"params: leaf {paths[hooked]!r}"))
     for x, path, is_frozen in zip(leaves, paths, frozen, strict=True):
@@ -91,12 +89,11 @@ def _check(leaves: Sequence[torch.Tensor], paths: Sequence[str], frozen: Sequenc
         if place in known:
             raise TreeError(
                 f"params: leaves {known[place]!r} and {path!r} are one tensor (tied weights), and would be trained "
-                "apart. Pass each once: dict(model.named_parameters()) has one name for both, and "
-                "ltx.functional_call(model, params, ...) puts it in both places. A module in which two Parameters have "
-                "one memory (b.weight.data = a.weight.data) needs one Parameter in both places: b.weight = a.weight."
+                "apart. Pass it once, as dict(model.named_parameters()) does; ltx.functional_call puts it in both. Two "
+                "Parameters with one memory (b.weight.data = a.weight.data) have to be one: b.weight = a.weight."
             )
         known[place] = path
-    groups, last = list[list[tuple[int, int, str, torch.Tensor]]](), 0
+    groups, last = list[list[_Span]](), 0
     for span in sorted(spans, key=itemgetter(0)):
         if span[0] >= last:  # it lies behind all that came before
             groups.append([])
@@ -107,16 +104,15 @@ def _check(leaves: Sequence[torch.Tensor], paths: Sequence[str], frozen: Sequenc
             _check_apart(group)
 
 
-def _check_apart(group: Sequence[tuple[int, int, str, torch.Tensor]]) -> None:
+def _check_apart(group: Sequence[_Span]) -> None:
     """Refuse leaves that are views of the same elements. They may lie between each other, as columns do."""
     base, size = group[0][0], math.gcd(*(x.element_size() for *_, x in group))
     nbytes = max(end for _, end, _, _ in group) - base
     owners = torch.zeros(nbytes // size, dtype=torch.int32, device="cpu")  # of each part of the memory
     for number, (start, _, path, x) in enumerate(group, 1):
         parts = x.element_size() // size
-        cells = owners.as_strided(
-            (*x.shape, parts), (*(step * parts for step in x.stride()), 1), (start - base) // size
-        )
+        strides = (*(step * parts for step in x.stride()), 1)
+        cells = owners.as_strided((*x.shape, parts), strides, (start - base) // size)
         if other := int(cells.max()):
             raise TreeError(
                 f"params: leaves {group[other - 1][2]!r} and {path!r} share memory (views of one tensor that overlap), "
@@ -146,6 +142,9 @@ def taken_from(module: torch.nn.Module, axis: Axis, trainable: Trainable) -> tup
                     parameter.detach().copy_(value)
     held: tuple[Tree, Tree] = tree.map(torch.Tensor.detach, (trained, frozen))
     return held
+
+
+_ITS_MODULE = "Give the module that the state was made of."
 
 
 def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Module:
@@ -179,9 +178,7 @@ def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Mod
         tensor([[-2.]], grad_fn=<MmBackward0>)
     """
     if not isinstance(state, dict | TrainState):
-        raise TreeError(
-            f"to_module: the second argument is an ltx.TrainState or a dict of tensors, got {brief(state)}."
-        )
+        raise TreeError(f"to_module: the second argument is a TrainState or a dict of tensors, got {brief(state)}.")
     values: dict[str, torch.Tensor] = {}
     for part in (state,) if isinstance(state, dict) else (state.params, state.buffers):
         tree.check_tensors(part, "to_module: the state")
@@ -191,16 +188,12 @@ def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Mod
     trainable = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     for name, value in values.items():
         if name not in slots:
-            raise TreeError(
-                f"to_module: the state has {name!r}, and {type(module).__name__} has no parameter or buffer of that "
-                "name. Give the module that the state was made of."
-            )
+            what = f"the state has {name!r}, and {type(module).__name__} has no parameter or buffer of that name"
+            raise TreeError(f"to_module: {what}. {_ITS_MODULE}")
         table, key = slots[name]
-        if table[key].shape != value.shape:
-            raise TreeError(
-                f"to_module: {name!r} has shape {list(value.shape)} in the state, and {list(table[key].shape)} in the "
-                f"{type(module).__name__}. Give the module that the state was made of."
-            )
+        if (there := table[key].shape) != value.shape:
+            what = f"has shape {[*value.shape]} in the state, and {[*there]} in the {type(module).__name__}"
+            raise TreeError(f"to_module: {name!r} {what}. {_ITS_MODULE}")
     with torch.inference_mode(False):  # tensors copied in inference mode could never be trained again
         for tied in members.names.values():
             given = [name for name in values if name in tied]
@@ -212,8 +205,7 @@ def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Mod
                 if not same_values([values[name]], [values[given[0]]]):
                     raise TreeError(
                         f"to_module: {given[0]!r} and {name!r} are one parameter of the module (tied weights), and "
-                        "their values differ in the state. Give one of them alone, or a module in which they aren't "
-                        "tied."
+                        "differ in the state. Give one of them alone, or a module in which they aren't tied."
                     )
             plain = {type(old), type(new)} <= {torch.Tensor, torch.nn.Parameter} and not private.is_wrapped(new)
             if plain and new.numel() and (old.data_ptr(), old.stride()) == (new.data_ptr(), new.stride()):

@@ -95,8 +95,8 @@ class PureStep(Step):
             inverse = 1 / loss_scale
             grads = [(g * inverse).to(g.dtype) for g in grads]
         structure, output, rest, _ = others
-        aux_tensors = iter(tensors)
-        buffers, aux = tree.unflatten(structure, [next(aux_tensors) if x is None else x for x in rest])
+        its_tensors = iter(tensors)
+        buffers, aux = tree.unflatten(structure, [next(its_tensors) if x is None else x for x in rest])
         return BackwardResult([*grads], states), self._mean(loss, isinstance(output, Weighted)), buffers, aux
 
     def _mean(self, loss: torch.Tensor, weighted: bool) -> torch.Tensor:
@@ -105,8 +105,11 @@ class PureStep(Step):
         hook = None if traced.recording() else self.train.step.strategy.hook(self.info.step)
         self._clock = clock + 1
         if torch.compiler.is_compiling() and traced_processes(key := prepare_trace(axis)):
-            mean, self._clock = _mean_in_graph(key, loss, self.info.step, clock)
-            return loss if weighted else mean
+            step, dtype = self.info.step, loss.dtype  # ranks compare the number of the step
+            number = comm.number_in_graph(step, clock).to(loss.device)
+            sums = collectives.psum(torch.cat([loss.double().reshape(1), number, number * number]), key)
+            self._clock = comm.count_in_graph(key, step, clock, sums[1], sums[2])
+            return loss if weighted else (sums[0] / traced_size(key)).to(dtype)
         if not weighted and (traced.recording() or hook is not None):
             loss = collectives.pmean(loss, axis if hook is None else shared_part(hook, self.info.axis) or axis)
         return loss
@@ -123,8 +126,7 @@ class PureStep(Step):
         updated = super().update(done, states, finite)
         if updated.pending is not None:
             raise UnsupportedError(
-                f"{self.train.step.strategy!r} leaves work under way between two steps, which transforms can't carry. "
-                "It has to complete within a step there."
+                f"{self.train.step.strategy!r} leaves work under way between two steps, which transforms can't carry."
             )
         return updated
 
@@ -134,10 +136,10 @@ class PureStep(Step):
             self.state.module.show(following)
 
     def next_sync(self, updated: Updated) -> SyncState:
-        sync: SyncState = self.state.sync_state
         if traced.recording():  # a step number in the structure would make every step compile anew
+            sync: SyncState = self.state.sync_state
             return SyncState(updated.states, sync.uses, self._clock, sync.step)
-        return sync.advanced(updated.states)
+        return super().next_sync(updated)
 
 
 def _check_derivative(train: TrainSettings, state: TrainState, batch: Batch) -> None:
@@ -147,9 +149,7 @@ def _check_derivative(train: TrainSettings, state: TrainState, batch: Batch) -> 
         return
     strategy = train.step.strategy
     if any(isinstance(fn, GivenGradients) for fn in (train.step.fn, getattr(train.step.fn, "fn", None))):
-        what = (
-            'a step with returns="grads" gives gradients whose own derivative is unknown. Let the step return its loss'
-        )
+        what = 'a step with returns="grads" gives gradients whose own derivative is unknown. Let it return its loss'
     elif state.sync_state.leaves and strategy.communicates_besides:
         what = f"what {type(strategy).__name__} keeps from step to step has no derivative. Use ltx.DDPStrategy()"
     else:
@@ -165,10 +165,3 @@ def _leaf(x: torch.Tensor) -> torch.Tensor:
     tangent = forward_ad.unpack_dual(x).tangent if private.has_tangents() else None
     leaf = x.detach().requires_grad_()
     return leaf if tangent is None else forward_ad.make_dual(leaf, tangent)
-
-
-def _mean_in_graph(key: str, loss: torch.Tensor, step: int, clock: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(mean loss, clock one step later). The sum includes the step's number, which ranks compare."""
-    number = comm.number_in_graph(step, clock).to(loss.device)
-    sums = collectives.psum(torch.cat([loss.double().reshape(1), number, number * number]), key)
-    return (sums[0] / traced_size(key)).to(loss.dtype), comm.count_in_graph(key, step, clock, sums[1], sums[2])

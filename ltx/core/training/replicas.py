@@ -17,7 +17,7 @@ from ltx.core.base import private, tree
 from ltx.core.base.arguments import checked
 from ltx.core.base.errors import EqualBatchesWarning
 from ltx.core.ranks.axis import Axis
-from ltx.core.training.train_state import TrainState, counted, updates_of
+from ltx.core.training.train_state import TrainState, counted, counts_of
 from ltx.core.transforms.compare import check_leaves, digest, digests_by_rank, hash_of, tensors_by_path, values
 from ltx.typing import Tree
 
@@ -83,14 +83,13 @@ def sync_params(state: State, src: int | None = None, axis: Any = None) -> State
     leaves, counts = _replicated(state), _counts(state)
     if src is None:
         by_rank = digests_by_rank(found, [*leaves, *counts])
-        if not any(len(set(digests)) > 1 for digests in zip(*by_rank, strict=True)):
-            return state
         most, count = Counter(map(tuple, by_rank)).most_common(1)[0]
+        if count == found.size:
+            return state
         if 2 * count <= found.size:
             check_replicas(state, axis)
-        src = list(map(tuple, by_rank)).index(most)
-    tensors = [leaf for _, leaf in leaves]
-    same = collectives.broadcast(tensors, src, axis)
+        src = by_rank.index([*most])
+    same = collectives.broadcast([leaf for _, leaf in leaves], src, axis)
     by_path = {path: leaf.detach() for (path, _), leaf in zip(leaves, same, strict=True)}
     everything, spec = tree.flatten(state)
     filled = [by_path.get(path, x) for path, x in zip(tree.leaf_paths(state), everything, strict=True)]
@@ -121,23 +120,14 @@ def _replicated(state: Tree) -> list[tuple[str, torch.Tensor]]:
     if not isinstance(state, TrainState):
         return tensors_by_path(state)
     state.check_owned()
-    parts = {
-        part for part in ("params", "buffers", "opt_state", "sync_state") if getattr(state.layout, part) == "replicated"
-    } | {"loss_scale", "frozen"}
-    return [(path, leaf) for path, leaf in tensors_by_path(state) if path.partition(".")[0] in parts]
+    said = vars(state.layout)  # nothing of parts that are always the same
+    return [x for x in tensors_by_path(state) if said.get(x[0].partition(".")[0], "replicated") == "replicated"]
 
 
 def _counts(state: Tree) -> list[tuple[str, torch.Tensor]]:
-    """The counts of a training state that should be the same on every rank.
-
-    Empty if parameters differ between ranks, since ranks may have taken different numbers of steps; and on simulated
-    ranks, which share the structure that holds the counts.
+    """The counts of a training state that should be the same on every rank. Empty if parameters differ between ranks,
+    which may have taken different numbers of steps; and on simulated ranks, which share the structure with the counts.
     """
-    if not isinstance(state, TrainState) or state.layout.params != "replicated":
+    if not isinstance(state, TrainState) or state.layout.params != "replicated" or private.in_transform():
         return []
-    if private.in_transform():
-        return []
-    return [
-        ("step", torch.tensor(state.step, device="cpu")),
-        ("updates", torch.tensor(updates_of(state), device="cpu")),
-    ]
+    return [*counts_of(state).items()]

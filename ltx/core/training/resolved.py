@@ -1,20 +1,17 @@
 """What a training step asks before it runs, and when the answers hold for the step after it.
 
-A step asks its strategy, its hook, its axis and the shapes of its parameters what to do; :func:`resolve` asks all of
-it, and the step itself (:mod:`ltx.core.training.step`) asks nothing more of this. The state that a step makes
-carries the answers. They hold for the next step if
+:func:`resolve` asks the strategy, the hook, the axis and the shapes of the parameters all that a step asks of them. The
+state that the step makes carries the answers. They hold for the next step if
 
 * this very object is given to the same train step, on the same axis of a world that is whole, and
 * nobody has read its tensors, so nobody can have replaced one, frozen it, or put a hook on it, and
 * the strategy has the same hook, communicates gradients alone, and keeps nothing from step to step.
-
-Else the step asks again, as it does for each state that a program has made or looked at.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import torch
@@ -27,43 +24,26 @@ from ltx.core.ranks.backings import ALONE, Ranks
 from ltx.core.training.guard import must_sync_finite, runs_ahead
 from ltx.core.training.settings import check_layout
 from ltx.core.training.train_state import TrainState
-from ltx.core.transforms.run import Known, Run
+from ltx.core.transforms.run import KIND, Known, Run
 from ltx.core.transforms.strategy import PostUpdateHook, StepInfo, in_dtype, stateful
 from ltx.typing import Tree
-
-_KIND = attrgetter("shape", "dtype", "device")
 
 
 @dataclass(frozen=True, eq=False)
 class Resolved:
-    """The answers for one step.
-
-    Attributes:
-        train, axis: the train step, and the ranks.
-        params: the tree of the trained parameters. leaves, spec: its leaves and structure.
-        hook: reduces gradients; None if they stay local.
-        ranks: those that leave the step together if one of them fails.
-        late: ranks communicate after the optimizer.
-        post_update_hook: communicates each bucket after the optimizer, if that is possible.
-        ahead: the host runs ahead of a device, so it shouldn't read values.
-        lasts: the strategy answers the same at the next step, and has nothing to begin in it.
-        known: what the call of the user's step has found out, once there was one.
-        prepared: the optimizer's update in place of these parameters, if it has a faster one.
-    """
-
     train: Any
     axis: Axis
-    params: Tree
+    params: Tree  # those that are trained; then their leaves and structure
     leaves: list[torch.Tensor]
     spec: Any
-    hook: CommHook | None
-    ranks: Ranks
-    late: bool
-    post_update_hook: PostUpdateHook | None
-    ahead: bool
-    lasts: bool
-    known: Known = field(default_factory=Known)
-    prepared: Prepared | None = None
+    hook: CommHook | None  # reduces gradients; None if they stay local
+    ranks: Ranks  # those that leave the step together if one of them fails
+    late: bool  # ranks communicate after the optimizer
+    post_update_hook: PostUpdateHook | None  # communicates each bucket after the optimizer, if that is possible
+    ahead: bool  # the host runs ahead of a device, so it shouldn't read values
+    lasts: bool  # the strategy answers the same at the next step, and has nothing to begin in it
+    known: Known = field(default_factory=Known)  # what the call of the user's step has found out, once there was one
+    prepared: Prepared | None = None  # the optimizer's faster update in place of these parameters, if it has one
 
     def holds(self, axis: Axis, step: int) -> bool:
         """Whether these are the answers at training step `step` on `axis` too. Raises if nothing may be sent there."""
@@ -85,7 +65,7 @@ class Resolved:
             leaves, spec = tree.flatten(params)
             if not train.donate and any(map(is_, leaves, self.leaves)):  # somebody may hold those of the old state
                 return None
-            if spec != self.spec or [*map(_KIND, leaves)] != [*map(_KIND, self.leaves)]:
+            if spec != self.spec or [*map(KIND, leaves)] != [*map(KIND, self.leaves)]:
                 return None
             groups = [bucket.members for bucket in plan.buckets] if plan and train.overlap == "update" else []
             prepared = Prepared.of(train.optimizer, params, state.held_opt_state, groups) if train.donate else None
@@ -93,11 +73,7 @@ class Resolved:
 
 
 def resolve(train: Any, params: Tree, leaves: list[torch.Tensor], spec: Any, info: StepInfo) -> Resolved:
-    """Ask everything for a step on parameters of these `leaves` and `spec`.
-
-    Raises:
-        StrategyError: the strategy can't train on this axis, or doesn't say in what ranks' parameters differ.
-    """
+    """Ask everything for a step on parameters of these `leaves` and `spec`."""
     strategy, axis, step = train.step.strategy, info.axis, info.step
     strategy.check(train.optimizer, axis)
     check_layout(strategy, step)

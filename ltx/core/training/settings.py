@@ -27,34 +27,21 @@ if TYPE_CHECKING:
 
 
 def check_devices(axis: Axis, value: Tree, what: str) -> None:
-    """Raise unless all tensors of `value` are on this rank's accelerator, if it computes on one.
-
-    Collectives of tensors on another device would use another backend, which goes through the host.
-    """
+    """Raise unless `value` is on this rank's accelerator, if it has one: other collectives go through the host."""
     here = axis.ranks.device if axis.ranks.overlaps else None
     if here is None or here.type == "cpu":
         return
     for path, leaf in tensors_by_path(value):
         if leaf.device != here:
             raise StepError(
-                f"train.init: rank {axis.rank} computes on {here}, and {what} leaf {path!r} is on {leaf.device}. "
-                f"Move it there before: ltx.to_device({what}), or module.to(ltx.world().device). To train on the CPU, "
-                'ltx.init(backend="gloo").'
+                f"train.init: rank {axis.rank} computes on {here}, and {what} leaf {path!r} is on {leaf.device}. Move "
+                f'it: ltx.to_device({what}), module.to(ltx.world().device). On the CPU: ltx.init(backend="gloo").'
             )
-
-
-def check_weighted(strategy: Strategy, step: int) -> None:
-    """Raise unless training step `step`, counted from 0, may return :class:`ltx.Weighted`."""
-    require("weighted, strategy", strategy, "", step)
-    require("weighted, hook", strategy.hook(step))
 
 
 @traced.at_trace_time
 def check_layout(strategy: Strategy, step: int) -> None:
-    """Raise if ranks get different parameters at `step` and the strategy's layout doesn't say so.
-
-    A checkpoint would treat these parameters as equal on all ranks, and load one rank's values on all.
-    """
+    """Raise if ranks' parameters part at `step` and the layout doesn't say so, by which checkpoints load them."""
     if strategy.layout is StrategyOffers.layout and not shares_gradients(strategy, step):
         name = type(strategy).__name__
         raise StrategyError(
@@ -80,9 +67,8 @@ def check_kept(buffers: Tree, step: DataParallel) -> None:
     precision: Precision | None = step.precision
     if isinstance(step.fn, Accumulated) and step.fn.carry is None:
         raise StepError(
-            "train_step: ltx.accumulate would cut the buffers into micro-batches, as it does with the batch. Say which "
-            f"argument they are: ltx.accumulate(step, {step.fn.steps}, carry=1); each micro-batch begins with those of "
-            "the one before."
+            "train_step: ltx.accumulate would cut the buffers into micro-batches, as it does with the batch. Take "
+            f"ltx.accumulate(step, {step.fn.steps}, carry=1); each micro-batch begins with those of the one before."
         )
     if precision is None or 1 in precision.keep:
         return

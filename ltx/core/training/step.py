@@ -1,13 +1,9 @@
-"""A training step: one list of stages, :meth:`Step.run`, and the executor of eager steps.
-
-:class:`EagerStep` communicates while the backward pass runs, and may reuse the state's memory.
-:class:`ltx.core.training.pure_step.PureStep` has no side effects, for transforms and compiled graphs. They differ in
-when answers come, and in who owns memory.
+"""A training step: one list of stages, :meth:`Step.run`, and the executor of eager steps. The other executor,
+:class:`ltx.core.training.pure_step.PureStep`, has no side effects, for transforms and compiled graphs.
 """
 
 from __future__ import annotations
 
-import enum
 import importlib
 import signal
 import threading
@@ -24,33 +20,16 @@ import torch
 from ltx.core import comm
 from ltx.core.base import traced, tree
 from ltx.core.base.errors import LtxError, WeightError
+from ltx.core.base.needs import require
 from ltx.core.gradients.pending import ProcessSchedule
-from ltx.core.optim.base import Prepared, Update
+from ltx.core.optim.base import Prepared, Update, chosen
 from ltx.core.optim.from_torch import TorchOptimizer
-from ltx.core.training.backward import (
-    Backward,
-    BackwardResult,
-    CollectGradients,
-    Completion,
-    UpdateBuckets,
-    UpdateThenSend,
-    scale_of,
-    unreached,
-)
-from ltx.core.training.guard import (
-    all_finite,
-    host_asks,
-    kept_if_skipped,
-    loss_scale_of,
-    next_state,
-    not_finite_error,
-    probes,
-    should_raise,
-)
+from ltx.core.training import backward, guard
+from ltx.core.training.backward import Backward, BackwardResult, Completion
 from ltx.core.training.outputs import Batch, Outputs, arguments_of, outputs_of
 from ltx.core.training.resolved import Resolved
-from ltx.core.training.settings import TrainSettings, check_weighted
-from ltx.core.training.train_state import Metrics, Rates, TrainState, hand_over, torch_states
+from ltx.core.training.settings import TrainSettings
+from ltx.core.training.train_state import Metrics, TrainState, hand_over, torch_states
 from ltx.core.transforms.functional_call import Calls
 from ltx.core.transforms.marking import marks_on_wire
 from ltx.core.transforms.run import CallOptions, Run, Weighted
@@ -61,21 +40,14 @@ from ltx.typing import Tree
 
 @dataclass(eq=False)
 class Step:
-    """One call of a train step.
-
-    Attributes:
-        train: the train step. state, batch: its arguments.
-        info: the number of the step, and the ranks.
-        pending: the strategy's communication under way, from its `begin`.
-        params: the trained parameters. leaves, spec: their leaves and structure.
-    """
+    """One call of a train step."""
 
     train: TrainSettings
     state: TrainState
     batch: Batch
     info: StepInfo
-    pending: Any
-    params: Tree
+    pending: Any  # the strategy's communication under way, from its `begin`
+    params: Tree  # those that are trained; then their leaves and structure
     leaves: list[torch.Tensor]
     spec: Any
 
@@ -86,20 +58,21 @@ class Step:
         done, loss, buffers, aux = self.differentiate()
         finite = self.finite(done)
         bad = self.knows_bad(finite) if isinstance(finite, torch.Tensor) else finite is False
-        if bad and should_raise(train, state):
-            grads, scale = done.grads or [], loss_scale_of(train, state)
-            raise not_finite_error(train, state, self.batch, self.info, grads, drawn, scale)
+        if bad and guard.should_raise(train, state):
+            raise guard.not_finite_error(train, state, self.batch, self.info, done.grads or [], drawn)
         states = done.states
-        if finite is not None:
-            states, buffers = kept_if_skipped(train, finite, state, states, buffers)
+        if finite is not None:  # those before, if the step is skipped
+            states = chosen(finite, states, state.sync_state.leaves)
+            if train.guard == "skip" and buffers is not None:
+                buffers = chosen(finite, buffers, state.buffers)
         try:
             with self.updating():
                 updated = self.update(done, states, finite)
                 sync, rates = self.next_sync(updated), None
                 if not traced.recording():
-                    rates = Rates(train.step.strategy.rates(train.optimizer, state.held_opt_state, self.info.axis))
+                    rates = train.step.strategy.rates(train.optimizer, state.held_opt_state, self.info.axis)
                 metrics = Metrics(loss, aux, rates=rates)
-                following, metrics = next_state(train, state, updated, buffers, sync, metrics, finite)
+                following, metrics = guard.next_state(train, state, updated, buffers, sync, metrics, finite)
                 self.commit(updated, following, metrics)
         except BaseException as error:
             self.failed(done, error)
@@ -124,13 +97,14 @@ class Step:
 
     def called(self, given: Tree, options: CallOptions, calls: Any = None) -> tuple[Run, Outputs]:
         """The call of the user's step on the parameters `given`. `calls`: a context that records functional calls."""
-        buffers = self.state.held_buffers
+        buffers, strategy = self.state.held_buffers, self.train.step.strategy
         arguments = arguments_of(given, buffers, self.batch)
         with calls or comm.NOTHING:
             run = self.train.step.run(arguments, self.batch.named, options)
         outputs = outputs_of(run, buffers, self.train.has_aux, self.detached)
         if isinstance(outputs.loss, Weighted):
-            check_weighted(self.train.step.strategy, self.info.step)
+            require("weighted, strategy", strategy, "", self.info.step)
+            require("weighted, hook", strategy.hook(self.info.step))
         return run, outputs
 
     # --- in what executors differ ------------------------------------------------------------------------------------
@@ -161,7 +135,8 @@ class Step:
 
     def next_sync(self, updated: Updated) -> SyncState:
         """The communication state after this step."""
-        raise NotImplementedError
+        sync: SyncState = self.state.held_sync_state
+        return sync.advanced(updated.states, self.info.step)
 
     def commit(self, updated: Updated, following: TrainState, metrics: Metrics) -> None:
         """Give the memory of the state to the `following` one, if it is reused."""
@@ -175,10 +150,7 @@ class Step:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Delay signals to the end of the block: their handlers may raise, as those of Ctrl-C and alarms.
-
-    It has an effect only in the main thread, which handles signals.
-    """
+    """Delay signals to the end of the block, as their handlers may raise (Ctrl-C, alarms). The main thread has them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -215,32 +187,21 @@ def incomplete(state: TrainState, error: BaseException) -> None:
 _NO_LEAVES = tree.flatten({})
 
 
-class Written(enum.Enum):
-    """What a step has written into the memory of its state."""
-
-    NOTHING = enum.auto()
-    PERHAPS = enum.auto()  # the optimizer has been told to write, and may have begun to
-    ALL = enum.auto()  # the next state is complete
-
-
 @dataclass(eq=False)
 class EagerStep(Step):
-    """A step whose buckets are reduced while the backward pass runs.
-
-    Attributes:
-        resolved: what the step asked. seen: the parts of the state whose tensors the user may hold references to.
-        committed: called when the step commits.
-    """
+    """A step whose buckets are reduced while the backward pass runs."""
 
     resolved: Resolved
-    seen: tuple[str, ...]
-    committed: Callable[[], None]
+    seen: tuple[str, ...]  # as the state's, before this step looked at it
+    committed: Callable[[], None]  # called when the step commits
 
     def __post_init__(self) -> None:
         self._checks = self.train.checks_finite
         self.in_place = self.train.donate and (self.resolved.post_update_hook is not None or not self.resolved.late)
         self.later, self.prepared = self.resolved.late and self.train.donate, self.resolved.prepared
-        self._calls, self._written, self._before = Calls(), Written.NOTHING, list[int]()
+        self._calls = Calls()
+        self._before: list[int] | None = None  # `_versions` when the optimizer was told to write
+        self._following: TrainState | None = None  # the next state, once it is complete
 
     # --- differentiate -----------------------------------------------------------------------------------------------
 
@@ -257,10 +218,7 @@ class EagerStep(Step):
         return done, summed if mean is None else mean, buffers, aux
 
     def _forward(self) -> tuple[Backward, torch.Tensor | None, Tree, Any]:
-        """Run the user's step on the marked parameters: (the pass to come, the mean loss, buffers, aux).
-
-        The mean is None where it comes with the step summary, or needn't be communicated.
-        """
+        """Call the user's step: (the pass to come, the mean loss or None if it comes with that, buffers, aux)."""
         train, strategy, sync = self.train, self.train.step.strategy, self.state.held_sync_state
         leaves = self.leaves
         if train.donate and not self.resolved.late and sync.leaves:
@@ -282,19 +240,20 @@ class EagerStep(Step):
         total, weight = loss.checked() if isinstance(loss, Weighted) else (loss, None)
         asked = run.mean and weight is None and (run.local or run.known.within is not None)
         mean = run.averaged(total.detach()) if asked else None
-        scale = None if train.step.precision is None else loss_scale_of(train, self.state)
+        scale = None if train.step.precision is None else guard.loss_scale_of(train, self.state)
         factor, ahead = 1.0 if scale is None else scale, self.resolved.ahead
         if isinstance(factor, torch.Tensor) and not ahead:
             factor = float(factor)
-        look, unused = probes if self._checks and not ahead else None, dict[int, str]()
+        look, unused = guard.probes if self._checks and not ahead else None, dict[int, str]()
         if self.state.step == 0:
             given = run.inputs if len(run.inputs or ()) == len(leaves) else leaves  # in place of these
-            missing = unreached(total, given or leaves, None if run.schedule is None else run.schedule.plan)
+            missing = backward.unreached(total, given or leaves, None if run.schedule is None else run.schedule.plan)
             if missing:
                 paths = tree.leaf_paths(self.state.trained)
                 unused = {member: paths[member] for member in missing}
-        shared = sync_leaves, sync_spec, total, weight, self.in_place, factor, look, unused, self.prepared
-        self._work = work = Backward(train.optimizer, self.state, run, leaves, *shared)
+        inputs = [*leaves, *sync_leaves] if run.inputs is None else run.inputs
+        of_pass = sync_leaves, inputs, sync_spec, total, weight, self.in_place, factor, look, unused, self.prepared
+        self._work = work = Backward(train.optimizer, self.state, run, leaves, *of_pass)
         return work, mean, buffers, aux
 
     def _backward(self, work: Backward, schedule: ProcessSchedule) -> tuple[BackwardResult, torch.Tensor]:
@@ -313,15 +272,14 @@ class EagerStep(Step):
         completion: Completion | None = None
         try:
             if self.resolved.post_update_hook is not None:
-                completion = UpdateThenSend(self.resolved.post_update_hook, work, schedule)
+                completion = backward.UpdateThenSend(self.resolved.post_update_hook, work, schedule)
                 schedule.program_of = completion.program
             with self._calls.in_pass():
                 objective = work.objective()
-                schedule.backward([] if objective is None else [objective], work.inputs, own=work.run.own)
+                schedule.backward([] if objective is None else [objective], work.inputs, None, False, work.run.own)
             if completion is None:
-                scale = scale_of(work, schedule)
-                of = UpdateBuckets if self.train.overlap == "update" else CollectGradients
-                completion = of(work, schedule, scale)
+                of = backward.UpdateBuckets if self.train.overlap == "update" else backward.CollectGradients
+                completion = of(work, schedule, backward.scale_of(work, schedule))
             for bucket, reduced in schedule.wait_buckets():
                 completion.complete(bucket, reduced)
             summary = schedule.finish()
@@ -341,8 +299,8 @@ class EagerStep(Step):
             return None
         if self._work.unused:
             self._work.look(range(len(done.grads)), done.grads)
-        finite = all_finite(self.train, done.grads, self.info, done.sums) if self._checks else None
-        if isinstance(finite, torch.Tensor) and host_asks(self.train, self.state.step):  # the host waits for the device
+        finite = guard.all_finite(self.train, done.grads, self.info, done.sums) if self._checks else None
+        if isinstance(finite, torch.Tensor) and guard.host_asks(self.train, self.state.step):  # it waits for the device
             finite = bool(self.info.axis.ranks.read(finite, "the guard"))
         if done.skip is not None and finite is not False:
             finite = done.skip.logical_not() if finite is None or finite is True else finite & ~done.skip
@@ -357,8 +315,7 @@ class EagerStep(Step):
         return uninterrupted() if self.in_place else comm.NOTHING
 
     def about_to_write(self) -> None:
-        """The optimizer begins to write to the state."""
-        self._written, self._before = Written.PERHAPS, self._versions
+        self._before = self._versions
         self.state.begin_writing()
 
     @property
@@ -368,10 +325,6 @@ class EagerStep(Step):
         states = [] if counts_first else tree.flatten(self.state.held_opt_state)[0]
         return [*map(attrgetter("_version"), (*self.leaves, *states))]
 
-    def next_sync(self, updated: Updated) -> SyncState:
-        sync: SyncState = self.state.held_sync_state
-        return sync.advanced(updated.states, self.info.step)
-
     def commit(self, updated: Updated, following: TrainState, metrics: Metrics) -> None:
         state = self.state
         carried = self.resolved.after(following, self._work.run)
@@ -380,7 +333,7 @@ class EagerStep(Step):
             if updated.finish is not None:
                 state.begin_writing()
                 updated.finish()
-            self._written, self._following = Written.ALL, following
+            self._following = following
             self.committed()
             if (module := state.module) is not None:
                 moved = carried is not self.resolved or module.shows is not state.lease
@@ -394,12 +347,13 @@ class EagerStep(Step):
 
     def failed(self, done: BackwardResult, error: BaseException) -> None:
         state = self.state
-        match self._written:
-            case Written.ALL if self.train.donate:
+        if self._following is not None:
+            if self.train.donate:
                 state.become(self._following)
-            case Written.NOTHING if done.grads is None:
+        elif self._before is None:
+            if done.grads is None:
                 self._work.invalidated_by(error)
-            case Written.PERHAPS if self._before == self._versions:
-                state.lease[0] = None
-            case Written.PERHAPS:
-                state.invalidate("the optimizer had begun to update its tensors in place when something failed", error)
+        elif self._before == self._versions:
+            state.lease[0] = None
+        else:
+            state.invalidate("the optimizer had begun to update its tensors in place when something failed", error)

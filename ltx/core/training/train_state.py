@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -67,11 +66,11 @@ tree.register_node(
 # In place of the strategy's pending communication in what pickle, copy.deepcopy and trees make of a state.
 _LOST = ...
 
+_INVALID = "this TrainState (step {}) is invalid: {}. {}"
 _NEVER_WRITTEN = "Load a checkpoint. With donate=False the tensors of a state are never written to."
 # The step to which a state was donated, or why it is invalid: one cell, which copies of the state share. It is a list
 # since compiled graphs can't make objects of a class.
 _Lease = list[int | str | None]
-
 
 #: {(rank 0's process, which of its followers): the :class:`ltx.core.training.follower.Follower`}, alike on all ranks.
 followers: weakref.WeakValueDictionary[tuple[str, int], Any] = weakref.WeakValueDictionary()
@@ -226,15 +225,12 @@ class TrainState(Readable):
 
     def begin_writing(self) -> None:
         """Called before a step writes to this state's tensors: the state is invalid until the step has ended."""
-        self.lease[0] = (
-            f"this TrainState (step {self.step}) is invalid: a step was left in its update. {_NEVER_WRITTEN}"
-        )
+        self.lease[0] = _INVALID.format(self.step, "a step was left in its update", _NEVER_WRITTEN)
 
     def invalidate(self, what: str, error: BaseException, instead: str = _NEVER_WRITTEN) -> None:
         """Mark this state as invalid, because of `what`, when there was an `error`: reading it raises."""
         because = f"{what} ({type(error).__name__}: {error})"
-        why = f"this TrainState (step {self.step}) is invalid: {because}. {instead}"
-        self.lease[0] = why
+        self.lease[0] = why = _INVALID.format(self.step, because, instead)
         for name in _WRITTEN:
             self.__dict__.pop(f"held_{name}", None)
         if self.module is not None and self.module.shows is self.lease:
@@ -252,17 +248,19 @@ class TrainState(Readable):
         """
         self.check_owned()
         self.check_finished("state_dict")
-        own = [part for part in ("params", "opt_state") if getattr(self.layout, part) == "per_rank"]
-        if self.layout.params == "sharded":  # the paths of a sharded optimizer state name the rank
-            own.append("params")
-        if self.layout.sync_state == "per_rank":
-            own.append("sync_state.leaves")
-        kept = dict(map(partial(_of_this_rank, own), tree.leaf_paths(self), tree.flatten(self)[0]))
-        return {
-            **kept,
-            "step": torch.tensor(self.step, device="cpu"),
-            "updates": torch.tensor(updates_of(self), device="cpu"),
+        layout, ranks = self.layout, dist.get_world_size() if dist.is_initialized() else 1
+        apart = {
+            "params": layout.params != "replicated",
+            "opt_state": layout.opt_state == "per_rank",  # the paths of a sharded one name the rank
+            "sync_state.leaves": layout.sync_state == "per_rank",
         }
+
+        def named(path: str) -> str:
+            part = next((part for part in apart if apart[part] and f"{path}.".startswith(f"{part}.")), "")
+            of_rank = part and ranks > 1
+            return f"{part}.rank_{dist.get_rank()}_of_{ranks}{path.removeprefix(part)}" if of_rank else path
+
+        return dict(zip(map(named, tree.leaf_paths(self)), tree.flatten(self)[0], strict=True)) | counts_of(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy the values of a :meth:`state_dict` into this state's tensors, in place, and take over its step.
@@ -288,14 +286,6 @@ class TrainState(Readable):
         self.__dict__.update({name: getattr(now, name) for name in ("step", "held_opt_state", "held_sync_state")})
 
 
-def _of_this_rank(own: list[str], path: str, x: torch.Tensor) -> tuple[str, torch.Tensor]:
-    """(path, tensor). In the parts `own`, which differ between ranks, the path names the rank."""
-    part = next((part for part in own if f"{path}.".startswith(f"{part}.")), "")
-    if not part or not dist.is_initialized() or dist.get_world_size() == 1:
-        return path, x
-    return f"{part}.rank_{dist.get_rank()}_of_{dist.get_world_size()}{path.removeprefix(part)}", x
-
-
 def _part(name: str) -> property:
     """A property for a part of a state; reading it notes that the user may hold the part's tensors."""
     held = f"held_{name}"
@@ -313,10 +303,8 @@ for _name in _PARTS:
 
 
 def counted(state: TrainState, step: int, updates: int) -> TrainState:
-    """`state` with other counts: `step` steps, and `updates` of the optimizer.
-
-    The structure counts steps in three places: here, in the optimizer's state and in the communication state. The clock
-    of the latter, which counts compiled steps, restarts from 0.
+    """`state` with other counts: `step` steps, and `updates` of the optimizer. The structure counts steps here, in the
+    optimizer's state and in the communication state, whose clock, which counts compiled steps, restarts from 0.
     """
     sync_state = replace(state.sync_state, step=step, clock=torch.zeros_like(state.sync_state.clock))
     return replace(state, step=step, opt_state=advanced(state.opt_state, lambda _: updates), sync_state=sync_state)
@@ -328,28 +316,33 @@ def updates_of(state: TrainState) -> int:
     return counts[-1] if counts else state.step
 
 
+def counts_of(state: TrainState) -> dict[str, torch.Tensor]:
+    """The counts of steps and updates, as tensors that can be saved and compared."""
+    counts = {"step": state.step, "updates": updates_of(state)}
+    return {name: torch.tensor(count, device="cpu") for name, count in counts.items()}
+
+
 def _children(state: TrainState) -> tuple[str, ...]:
-    """The names of the state's children in a tree."""
     return _PARTS if state.frozen is None else (*_PARTS, "frozen")
 
 
 class _Beside:
-    """Whether the strategy had an exchange under way, and the module. Trees are alike whatever module follows."""
+    """A value in a tree's structure; trees are alike whatever it is. It stays in this process."""
 
-    def __init__(self, under_way: bool, module: Any):
-        self.under_way, self.module = under_way, module
+    def __init__(self, value: Any):
+        self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Beside) and self.under_way == other.under_way
+        return isinstance(other, _Beside)
 
     def __hash__(self) -> int:
-        return hash(self.under_way)
+        return 0
 
     def __repr__(self) -> str:
-        return repr(self.under_way)
+        return "..."
 
     def __reduce__(self) -> Any:
-        return _Beside, (self.under_way, None)
+        return _Beside, (None,)
 
 
 tree.register_node(
@@ -357,12 +350,12 @@ tree.register_node(
     # torch's pytrees treat None as a leaf
     lambda s: (
         (s.trained, *(getattr(s, part) for part in _children(s)[1:])),
-        (s.step, s.layout, _Beside(s.under_way, s.module)),
+        (s.step, s.layout, s.under_way, _Beside(s.module)),
     ),
     lambda c, static: TrainState(
-        *(c[0], c[1], c[2], c[3], static[0], static[1], c[4], _LOST if static[2].under_way else None),
+        *(c[0], c[1], c[2], c[3], static[0], static[1], c[4], _LOST if static[2] else None),
         frozen=c[5] if len(c) > len(_PARTS) else None,
-        module=static[2].module,
+        module=static[3].value,
     ),
     names=_children,
 )
@@ -404,11 +397,8 @@ def give_away(tensors: Iterable[torch.Tensor], why: str) -> None:
             x.__class__ = kind
 
 
-def hand_over(state: TrainState, following: TrainState, seen: Sequence[str]) -> TrainState:
-    """Donate `state`. Returns `following`, which uses the same memory, with new tensor objects.
-
-    `seen`: the parts of `state` whose tensors the user may hold references to.
-    """
+def hand_over(state: TrainState, following: TrainState, seen: Sequence[str]) -> None:
+    """Donate `state` to `following`, with new tensor objects for those of the parts that the user has `seen`."""
     following.__dict__["seen"] = ()
     written = [tree.flatten(getattr(state, f"held_{name}"))[0] for name in _WRITTEN if name in seen] if seen else ()
     # one tensor may be parameter and communication state
@@ -425,7 +415,6 @@ def hand_over(state: TrainState, following: TrainState, seen: Sequence[str]) -> 
             "returned; to keep old values copy them before the step, such as {name: x.clone() for name, x in "
             "state.params.items()}, or use train_step(..., donate=False).",
         )
-    return following
 
 
 @dataclass(frozen=True, eq=False)
@@ -453,39 +442,26 @@ class Metrics(Readable):
     grad_norm: torch.Tensor | None = None
     loss_scale: torch.Tensor | None = None
     skipped: torch.Tensor | None = None
-    rates: Any = field(default=None, repr=False)
+    rates: Any = field(default=None, repr=False)  # functions that nobody has called yet, or rates that are known
 
     @property
     def lr(self) -> Any:
-        return None if self.rates is None else self.rates.found()
+        return _found(self.rates)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"rates": self.lr}  # a schedule needn't be one that can be pickled
 
 
-@dataclass(frozen=True, eq=False)
-class Rates:
-    """Learning rates that nobody has asked for yet. Trees of metrics are alike whatever these are."""
-
-    made: Any  # functions, or rates that are known
-
-    def found(self, made: Any = ...) -> Any:
-        made = self.made if made is ... else made
-        if isinstance(made, dict):
-            return {label: self.found(each) for label, each in made.items()}
-        return made() if callable(made) else made
-
-    def __eq__(self, other: object) -> bool:
-        return other is None or isinstance(other, Rates)
-
-    def __hash__(self) -> int:
-        return hash(None)
-
-    def __reduce__(self) -> Any:
-        return Rates, (self.found(),)  # a schedule needn't be one that can be pickled
+def _found(rates: Any) -> Any:
+    if isinstance(rates, dict):
+        return {label: _found(each) for label, each in rates.items()}
+    return rates() if callable(rates) else rates
 
 
 tree.register_node(
     Metrics,
-    lambda m: ((m.loss, m.aux, m.grad_norm, m.loss_scale, m.skipped), m.rates),
-    lambda children, rates: replace(Metrics(*children), rates=rates),
+    lambda m: ((m.loss, m.aux, m.grad_norm, m.loss_scale, m.skipped), _Beside(m.rates)),
+    lambda children, rates: replace(Metrics(*children), rates=rates.value),
     names=("loss", "aux", "grad_norm", "loss_scale", "skipped"),
 )
 

@@ -96,8 +96,8 @@ class TrainStep(TrainSettings):
         opt_state = strategy.init_optimizer(self.optimizer, params, axis)
         if strategy.communicates_besides:
             axis.ranks.start_anew()
-        loss_scale: Any = () if self.max_skipped is None else LossScale()
-        loss_scale = loss_scale if self.dynamic is None else self.dynamic.start()
+        unscaled: Any = () if self.max_skipped is None else LossScale()
+        loss_scale = unscaled if self.dynamic is None else self.dynamic.start()
         if leaves := tree.flatten(params)[0]:
             loss_scale = tree.map(lambda x: x.to(leaves[0].device), loss_scale)
         layout = layout_for(self, params if frozen is None else tree.filled(params, frozen), sync_state)
@@ -160,23 +160,19 @@ class TrainStep(TrainSettings):
         sync: SyncState = state.sync_state
         parts = (state.trained, state.frozen, state.buffers, state.opt_state, sync.leaves, state.loss_scale)
         leaves, spec = tree.flatten(parts)
-        metas = [torch.empty_like(x, device="meta") for x in leaves]  # empty_like keeps strides if the tensor is dense
-        shapes = [(x.shape, x.stride(), x.dtype, leaf.device.type) for x, leaf in zip(metas, leaves, strict=True)]
-        empty = tree.unflatten(spec, metas)
-        told = (empty, shapes, state.step, sync.checked_step(), state.layout)
-        empty, shapes, step, sync_step, layout = collectives.broadcast_object(told, src, axis)
+        empty = tree.unflatten(spec, [torch.empty_like(x, device="meta") for x in leaves])  # it keeps dense strides
+        told = (empty, [x.device.type for x in leaves], state.step, sync.checked_step(), state.layout)
+        empty, devices, step, sync_step, layout = collectives.broadcast_object(told, src, axis)
         if axis.rank != src or axis.size == 1:
-            made = [torch.empty_strided(shape, strides, dtype=dtype, device=at) for shape, strides, dtype, at in shapes]
-            parts = tree.unflatten(tree.flatten(empty)[1], made if axis.size > 1 else leaves)
-        params, frozen, buffers, opt_state, entries, loss_scale = tree.map(
-            torch.Tensor.detach, collectives.broadcast(parts, src, axis)
-        )
+            metas, spec = tree.flatten(empty)
+            made = [torch.empty_like(x, device=at) for x, at in zip(metas, devices, strict=True)]
+            parts = tree.unflatten(spec, made if axis.size > 1 else leaves)
+        parts = collectives.broadcast(parts, src, axis)
+        params, frozen, buffers, opt_state, entries, loss_scale = tree.map(torch.Tensor.detach, parts)
         if name := layout.copies_of:  # the state has copies of peers' parameters, which now equal this rank's
             entries = {path: {copy: held[name].clone() for copy in held} for path, held in entries.items()}
         sync = replace(SyncState.new(entries), step=sync_step)
-        given = TrainState(
-            params, buffers, opt_state, sync, step, layout, loss_scale, frozen=frozen, module=state.module
-        )
+        given = TrainState(params, buffers, opt_state, sync, step, layout, loss_scale, None, frozen, state.module)
         check_made_for(self, given)  # on all ranks alike, as they have the same one now
         return given.by(self)
 
@@ -293,17 +289,12 @@ class TrainStep(TrainSettings):
         return x.detach() if x.is_leaf and (reused or isinstance(x, torch.nn.Parameter)) else x
 
     def _compare(self, state: TrainState, axis: Axis, batch: Batch) -> None:
-        """Compare what should be the same on all ranks: every `check_every` steps, and at a world's first, which also
-        compares their batches.
-
-        After a checkpoint or an interrupt, ranks may be at different steps.
+        """Compare what should be the same on all ranks (after a checkpoint or an interrupt they may be at different
+        steps): every `check_every` steps, and at a world's first, which also compares their batches.
         """
         compared, layout = axis.ranks.compared, self.step.strategy.layout
-        first = (
-            compared is not None
-            and not compared.has(TrainStep, None)
-            and "replicated" in (layout.params, layout.sync_state)
-        )
+        anew = compared is not None and not compared.has(TrainStep, None)
+        first = anew and "replicated" in (layout.params, layout.sync_state)
         if first or (self.check_every is not None and state.step % self.check_every == 0):
             check_replicas(state, axis)
             if first:
@@ -314,15 +305,12 @@ class TrainStep(TrainSettings):
 
 _APART = (
     "train.init was given a module's Parameters, and the state has copies of them: the module keeps the values that it "
-    "has. With train.init(model) the module follows each step. To train apart from it on purpose, give each as "
-    "p.detach(), and see the values by ltx.functional_call(model, state.params, x) or ltx.to_module(model, state)."
+    "has. With train.init(model) the module follows each step. To train apart from it on purpose, give p.detach()."
 )
 
-
 _LEFT = (
-    "this state comes from another process by pickle (torch.load), where a {} followed it. No module of this process "
-    "does: model(x) has other values than the state. To have one follow, state = dataclasses.replace(state, "
-    "module=train.init(model).module). ltx.checkpoint.load into the state of train.init(model) does so by itself."
+    "this state comes from another process by pickle (torch.load), where a {} followed it, as no module does here. To "
+    "have one follow: dataclasses.replace(state, module=train.init(model).module); or take ltx.checkpoint.load."
 )
 
 
@@ -339,10 +327,8 @@ def train_step(
     trainable: Trainable = None,
     max_skipped: int | None = None,
 ) -> TrainStep:
-    """A whole training step: gradients, their reduction, the optimizer, and the strategy's work on parameters.
-
-    It makes one function of a data-parallel step and an optimizer, ``state, metrics = train(state, batch)``: the body
-    of a training loop.
+    """A whole training step: gradients, their reduction, the optimizer, and the strategy's work on parameters. So the
+    body of a training loop is ``state, metrics = train(state, batch)``.
 
     Args:
         step: a data-parallel step that returns a 0-dim loss, an :class:`ltx.Weighted`, or a mapping or dataclass that
@@ -407,11 +393,7 @@ def train_step(
 
 
 def _settings(optimizer: Optimizer, guard: Any) -> str:
-    """The text of what ranks must have alike: without addresses, devices, and the order of sets and mappings.
-
-    Of a class of the user's it is the name alone, as its text may tell of this rank.
-    """
-    own = type(optimizer).__module__.startswith("ltx.")
-    text = f"{optimizer!r}, guard={guard!r}" if own else f"{type(optimizer).__name__}, guard={guard!r}"
-    text = re.sub(r"0x[0-9a-f]+|device='[^']*'|index=\d+", "", text)
+    """What ranks must have alike, without addresses, devices and orders; of a user's class the name alone."""
+    what = repr(optimizer) if type(optimizer).__module__.startswith("ltx.") else type(optimizer).__name__
+    text = re.sub(r"0x[0-9a-f]+|device='[^']*'|index=\d+", "", f"{what}, guard={guard!r}")
     return re.sub(r"{([^{}]*)}", lambda found: f"{{{', '.join(sorted(found[1].split(', ')))}}}", text)
