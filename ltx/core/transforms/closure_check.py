@@ -39,9 +39,7 @@ _FLAG = attrgetter("requires_grad")
 
 
 def edges(nodes: Iterable[Any], ends: Callable[[Any], bool] = lambda _: False) -> Iterator[tuple[Any, Any, int]]:
-    """(a node, another that it uses, which of its outputs) for all edges of the graph below `nodes`, some None, but not
-    below nodes of which `ends` is true.
-    """
+    """(a node, one that it uses, which of its outputs) for all edges below `nodes`, but not below what `ends` says."""
     queue: list[tuple[Any, Any, int]] = [(None, node, 0) for node in nodes if node is not None]
     seen = set[Any]()
     while queue:
@@ -125,9 +123,7 @@ def own_leaves(fn: Any, outputs: Tree, asked: Tree, given: Tree, made: int = 0) 
 
 
 class _Watch(TorchFunctionMode):
-    """Raises :class:`TracedValueError` at the first operation on a tensor of a level above the one that runs, or that
-    plain autograd has recorded before, or is to reach.
-    """
+    """Raises TracedValueError at the first use of a value that an outer level or plain autograd differentiates."""
 
     def __init__(self, fn: Any) -> None:
         super().__init__()
@@ -175,7 +171,7 @@ def _is_traced(x: torch.Tensor) -> bool:
 
 
 def look_at_modules(
-    fn: Any, in_place: Callable[[], set[int]], given: Callable[[], list[Any]], params: Tree
+    fn: Any, in_place: Callable[[], set[int]], given: Sequence[Any], params: Tree
 ) -> AbstractContextManager[bool | None]:
     """While `fn` is called for the first time: raise StepError if it writes to a buffer of a module that it uses, or to
     one of the `params` that it gets; or uses an embedding that renormalises its rows in place, or a module whose
@@ -185,8 +181,8 @@ def look_at_modules(
 
 
 @contextmanager
-def _looking(fn: Any, in_place: Callable[[], set[int]], given: Callable[[], list[Any]], params: Tree) -> Iterator[bool]:
-    modules, tensors = modules_of(fn), [x for x in given() if isinstance(x, torch.Tensor)]
+def _looking(fn: Any, in_place: Callable[[], set[int]], given: Sequence[Any], params: Tree) -> Iterator[bool]:
+    modules, tensors = modules_of(fn), [x for x in given if isinstance(x, torch.Tensor)]
     ids, derived = {*map(id, tensors)}, any(x.grad_fn is not None for x in tensors)
     for module in modules:
         refuse_max_norm(module)
@@ -258,10 +254,9 @@ _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 def hooked_text(which: str) -> str:
     return (
-        f"{which} has hooks (register_hook), which are called for the gradient of this very tensor, and here another "
-        "one is differentiated. Remove them (handle.remove()), and do what they do to the gradients that you get: "
-        'grads["name"] * mask after ltx.grad(step)(params, ...); in a train step in the optimizer, '
-        "ltx.optim.chain(ltx.optim.from_functions(...), optimizer)."
+        f"{which} has hooks (register_hook) for the gradient of this very tensor, and another one is differentiated. "
+        'Remove them, and do to the gradients you get what they do: grads["name"] * mask after ltx.grad(step)(...); '
+        "in a train step in the optimizer: ltx.optim.chain(ltx.optim.from_functions(...), optimizer)."
     )
 
 
@@ -271,9 +266,8 @@ def refuse_max_norm(module: nn.Module) -> None:
             where = f"{path}.weight" if path else "weight"
             raise StepError(
                 f"{where!r} of {type(module).__name__}: {type(part).__name__}(max_norm={part.max_norm}) renormalises, "
-                "in place, the rows that this rank's batch looks up, so each rank would change other rows. Set "
-                "max_norm=None and renormalise all rows in the step: w = params[...]; w = w * (max_norm / "
-                "w.norm(dim=1, keepdim=True)).clamp(max=1)."
+                "in place, the rows that this rank's batch looks up, so each rank would change other rows. Set it to "
+                "None, and in the step w = params[...]; w = w * (max_norm / w.norm(dim=1, keepdim=True)).clamp(max=1)."
             )
 
 
@@ -352,10 +346,9 @@ class Members:
             if isinstance(part, sharded):
                 which = f"{prefix[:-1]!r} of " if prefix else ""
                 raise UnsupportedError(
-                    f"{what}: {which}{type(module).__name__} is under torch's fully_shard, which puts "
-                    "parameters of its own into it. Call the module itself, and reduce its gradients: "
-                    "loss.backward(), then ltx.sync_gradients({name: p.grad for name, p in "
-                    "module.named_parameters()}, axis=...)."
+                    f"{what}: {which}{type(module).__name__} is under torch's fully_shard, which puts parameters of "
+                    "its own into it. Call the module itself, and reduce its gradients: loss.backward(), then "
+                    "ltx.sync_gradients({name: p.grad for name, p in module.named_parameters()}, axis=...)."
                 )
             for kept_in in (part._parameters, part._buffers):
                 for name, tensor in kept_in.items():

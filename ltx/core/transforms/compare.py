@@ -40,9 +40,7 @@ def check_params_once(axis: Axis, params: Tree, fn: Any, key: Hashable, signatur
     compared = axis.ranks.compared
     if axis.size == 1 or (compared is not None and compared.has(fn, key)):
         return
-    # Below transforms, so that a transform around the step doesn't record the comparison.
-    with private.below_transforms(), torch.no_grad():
-        check_leaves(axis, tensors_by_path(params), _START, signature)
+    check_leaves(axis, tensors_by_path(params), _START, signature or "check_replicas")
     if compared is not None:
         compared.add(fn, key)
 
@@ -52,22 +50,24 @@ def tensors_by_path(value: Tree) -> list[tuple[str, torch.Tensor]]:
     return [(path, leaf) for path, leaf in found if isinstance(leaf, torch.Tensor)]
 
 
-def check_leaves(axis: Axis, leaves: Leaves, fix: str, signature: comm.Signature | None = None) -> None:
+def check_leaves(axis: Axis, leaves: Leaves, fix: str, said: comm.Signature | str = "check_replicas") -> None:
     """Raise ReplicaDivergedError on every rank unless `leaves` are the same on all; `fix` says what to do."""
-    by_rank = digests_by_rank(axis, leaves, signature)
+    by_rank = digests_by_rank(axis, leaves, said)
     if any(differs := [len(set(digests)) > 1 for digests in zip(*by_rank, strict=True)]):
         those = [[x for x, differ in zip(digests, differs, strict=True) if differ] for digests in by_rank]
         raise _diverged(axis.name, [leaf for leaf, differ in zip(leaves, differs, strict=True) if differ], those, fix)
 
 
-def digests_by_rank(axis: Axis, leaves: Leaves, signature: comm.Signature | None = None) -> list[list[str]]:
-    """Each rank's digests of `leaves`, "" for a leaf that ranks share; equal digests mean that no leaf differs."""
+def digests_by_rank(axis: Axis, leaves: Leaves, said: comm.Signature | str = "check_replicas") -> list[list[str]]:
+    """Each rank's digests of `leaves`, "" for one that ranks share. `said`: the call or its name, for other peers."""
     paths, tensors = [path for path, _ in leaves], [leaf for _, leaf in leaves]
-    return axis.ranks.by_rank(
-        signature or comm.Signature.of("check_replicas", paths, tensors),
-        lambda mine, apart: [digest(values(x)) if differs else "" for x, differs in zip(mine, apart, strict=True)],
-        tensors,
-    )
+    signature = comm.Signature.of(said, paths, tensors) if isinstance(said, str) else said
+    with private.below_transforms(), torch.no_grad():  # a transform around the step doesn't record the comparison
+        return axis.ranks.by_rank(
+            signature,
+            lambda mine, apart: [digest(values(x)) if differs else "" for x, differs in zip(mine, apart, strict=True)],
+            tensors,
+        )
 
 
 def _diverged(axis_name: str, leaves: Leaves, by_rank: Sequence[Sequence[str]], fix: str) -> ReplicaDivergedError:
@@ -75,17 +75,15 @@ def _diverged(axis_name: str, leaves: Leaves, by_rank: Sequence[Sequence[str]], 
     size = len(by_rank)
     first = [digests[0] for digests in by_rank]
     most, count = Counter(first).most_common(1)[0]  # of equally frequent values, this takes the one of the lowest rank
-    odd = [rank for rank in range(size) if first[rank] != most]
-    right = first.index(most)
+    odd, right = [rank for rank in range(size) if first[rank] != most], first.index(most)
     path, leaf = leaves[0]
-    shape = f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
     those = f"rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd[:8]))}{', ...' if len(odd) > 8 else ''}"
     than = f"what {count} of {size} ranks have" if 2 * count > size else f"rank {right} (no value has a majority)"
     names = ", ".join(repr(path) for path, _ in leaves[1:8])
     more = f" So do {len(leaves) - 1} more: {names}{', ...' if len(leaves) > 8 else '.'}" if len(leaves) > 1 else ""
     return ReplicaDivergedError(
-        f"axis {axis_name!r}: leaf {path!r} ({shape}) should be the same on every rank, and differs on {those} from "
-        f"{than}.{more} {fix.format(right=right)}"
+        f"axis {axis_name!r}: leaf {path!r} ({tree.describe(leaf)}) should be the same on every rank, and differs on "
+        f"{those} from {than}.{more} {fix.format(right=right)}"
     )
 
 
@@ -99,11 +97,6 @@ def values(x: torch.Tensor) -> torch.Tensor:
     return plain_values(x).resolve_conj().resolve_neg().contiguous()
 
 
-def bits(x: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor that :func:`values` returned."""
-    return x.view(-1).view(torch.uint8)
-
-
 def hash_of(digests: Iterable[str]) -> str:
     return hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest()
 
@@ -114,7 +107,7 @@ def digest(x: torch.Tensor) -> str:
     It hashes sums of 64-bit words, modulo 2^64, over rows and over columns: a change that keeps all of these sums needs
     at least four words, at the corners of a rectangle. (``torch.hash_tensor``, an exclusive or, ignores order.)
     """
-    data = bits(x)
+    data = x.view(-1).view(torch.uint8)
     if not data.numel():
         return ""
     found, words = hashlib.blake2b(digest_size=16), data.numel() // (8 * _COLUMNS) * _COLUMNS
@@ -146,8 +139,4 @@ def check_in_debug(axis: Axis, params: Tree) -> None:
     if not under_way:
         return
     where = f"This is the step called at {caller()}. " if axis.ranks.overlaps else ""
-    # Below transforms, so that a transform around the step doesn't record the comparison.
-    with private.below_transforms(), torch.no_grad():
-        leaves = tensors_by_path(params)
-        paths, tensors = [path for path, _ in leaves], [leaf for _, leaf in leaves]
-        check_leaves(axis, leaves, where + _FIX, comm.Signature.of("the parameters of data_parallel", paths, tensors))
+    check_leaves(axis, tensors_by_path(params), where + _FIX, "the parameters of data_parallel")

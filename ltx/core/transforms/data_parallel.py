@@ -23,24 +23,12 @@ from ltx.core.gradients.marker import defer
 from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.planning import in_step
 from ltx.core.transforms import plain_autograd
+from ltx.core.transforms import run as calls
 from ltx.core.transforms.closure_check import look_at_modules, own_leaves, refuse_captured
-from ltx.core.transforms.compare import check_in_debug, check_params_once
+from ltx.core.transforms.compare import check_in_debug, check_params_once, tensors_by_path
 from ltx.core.transforms.functional_call import keep, tensors_in_place
 from ltx.core.transforms.marking import mark, mark_in_graph, marks_on_wire, sync_gradients
-from ltx.core.transforms.run import (
-    KIND,
-    PLAIN_CALL,
-    Answers,
-    CallOptions,
-    Known,
-    Marked,
-    Run,
-    StepSettings,
-    averaged,
-    reaching,
-    refuse_backward,
-    refuse_gradients,
-)
+from ltx.core.transforms.run import KIND, PLAIN_CALL, CallOptions, Known, Marked, Run, StepSettings
 from ltx.core.transforms.strategy import Strategy, default_strategy, hook_of_plain, stateful
 from ltx.core.transforms.sync_state import Synced, SyncState, check_state
 from ltx.typing import Step, Tree
@@ -87,20 +75,16 @@ class DataParallel(StepSettings):
         """The communication state before the first step; it has no leaves if the strategy keeps no state."""
         tree.check_tensors(params, "params")
         tree.check_paths(params, "params")
-        states = {
-            path: state
-            for path, leaf in zip(tree.leaf_paths(params), tree.flatten(params)[0], strict=True)
-            if leaf.is_floating_point() and (state := self.strategy.init(leaf, path))
-        }
-        return SyncState.new(states)
+        floats = [(path, leaf) for path, leaf in tensors_by_path(params) if leaf.is_floating_point()]
+        return SyncState.new({path: state for path, leaf in floats if (state := self.strategy.init(leaf, path))})
 
     def deferred(self, flat: tuple[list[torch.Tensor], Any], step: int = 0) -> CallOptions | None:
         """For a call on the parameters `flat` whose caller waits for the buckets; None if no schedule sends any."""
         hook, axis = self.hook(step), comm.resolve(self.axis)
-        # A step keeps what its last such call has asked, as a jitted function keeps its graphs.
-        answers: Answers | None = self.__dict__.get("_answers")
-        if answers is not None and answers.hold(hook, axis, [flat[1], *map(KIND, flat[0])]):
-            return CallOptions(True, flat=flat, known=answers.known)
+        # A step keeps what its last such call has found out, as a jitted function keeps its graphs.
+        asked, known = self.__dict__.get("_answers", (None, None))
+        if asked and asked == (hook, axis, [flat[1], *map(KIND, flat[0])]) and axis.ranks.goes_on():
+            return CallOptions(True, flat=flat, known=known)
         return CallOptions(True, flat=flat) if marks_on_wire(self, hook, axis) else None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -143,7 +127,7 @@ class DataParallel(StepSettings):
                 token, before = in_step.set(True), private.nodes_made()
                 keep(given)
                 try:
-                    look = comm.NOTHING if again else look_at_modules(self.fn, tensors_in_place, lambda: leaves, given)
+                    look = comm.NOTHING if again else look_at_modules(self.fn, tensors_in_place, leaves, given)
                     with look as first:
                         output = self.fn(*args, **kwargs)
                 finally:
@@ -155,16 +139,16 @@ class DataParallel(StepSettings):
                             refuse_captured(self.fn, output, held, made, options.deferred)
                         own = own_leaves(self.fn, output, marked.leaves, held, made)
         if options.deferred and not options.step:
-            refuse_backward(marked.inputs or leaves, marked.inputs and marked.schedule)
-        refuse_gradients(output, leaves, spec)
+            calls.refuse_backward(marked.inputs or leaves, marked.inputs and marked.schedule)
+        calls.refuse_gradients(output, leaves, spec)
         if marked.inputs is not None and options.step is None:
-            output = reaching(output, marked.leaves)
+            output = calls.reaching(output, marked.leaves)
         mean = self.outputs == "mean" and not self.blocked
         output = output if marked.tie is None else marked.tied(output)
         plan = marked.schedule.plan if isinstance(marked.schedule, ProcessSchedule) else None
         known = Known(plan, within, None if own else made)
         if plan is not None and not again and options.deferred and options.step is None and plan.lasts(len(leaves)):
-            self.__dict__["_answers"] = Answers(plan.hook, axis, [spec, *map(KIND, leaves)], known)
+            self.__dict__["_answers"] = (plan.hook, axis, [spec, *map(KIND, leaves)]), known
         return Run(output, self.axis, marked.schedule, mean, local, marked.inputs, own, known)
 
     def params_of(self, args: tuple[Any, ...]) -> tuple[Tree, SyncState | None]:
@@ -175,9 +159,7 @@ class DataParallel(StepSettings):
                 f"argnums={self.argnums}: the step was called with {len(args)} positional arguments. Parameters are "
                 "passed by position."
             )
-        if not isinstance(self.argnums, int):
-            return tuple(args[n] for n in self.argnums), None
-        params = args[self.argnums]
+        params = args[self.argnums] if isinstance(self.argnums, int) else tuple(args[n] for n in self.argnums)
         if not isinstance(params, Synced):
             return params, None
         check_state(params.sync_state)
@@ -209,7 +191,7 @@ class DataParallel(StepSettings):
         if isinstance(output, tuple) and not hasattr(output, "_fields") and output:
             grads, _ = sync_gradients(output[0], self.strategy, axis=self.axis)
             rest = output[1:]
-            return (grads, *(averaged(rest, self.axis) if self.outputs == "mean" else rest))
+            return (grads, *(calls.averaged(rest, self.axis) if self.outputs == "mean" else rest))
         return sync_gradients(output, self.strategy, axis=self.axis)[0]
 
 

@@ -5,11 +5,11 @@ but bound methods, patched forwards and lists of layers refer to the original, a
 
 By the time of the backward pass the module has its own tensors back. Yet an autograd.Function may call it there once
 more (``odeint_adjoint``, reversible layers), and gradients would be silently wrong. So :class:`Calls` records what a
-forward pass has put into modules. Who runs the backward pass too, as a train step does, calls it ``in_pass``: the first
-module that is called there gets its tensors once more, until the pass has ended. What can't be repeated so raises: two
-calls with different tensors, buffers that the first call has written and that its output depends on, tensors that are
-gone by then (nothing here keeps them: a sharded layer's are whole only while it runs), and a pass that somebody else
-runs, whose end nobody sees after an error. ``torch.utils.checkpoint`` has a mechanism of its own (``checkpoints.py``).
+forward pass has put into modules. Who runs the backward pass too, as a train step does, calls it ``in_pass``: a module
+that is called there gets its tensors once more, until the pass has ended. What can't be repeated so raises: two calls
+with different tensors, buffers that the first call has written and that its output depends on, tensors that are gone by
+then (a sharded layer's are whole only while it runs), and a pass that somebody else runs, whose end nobody sees after
+an error. ``torch.utils.checkpoint`` has a mechanism of its own (``checkpoints.py``).
 """
 
 from __future__ import annotations
@@ -32,19 +32,11 @@ from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import brief
 from ltx.core.base.errors import InputError, StepError, TreeError, UnsupportedError
-from ltx.core.base.private import unwrapped
 from ltx.core.gradients.marker import Marker
 from ltx.core.gradients.planning import in_step
 from ltx.core.ranks.axis import axes_in_scope
-from ltx.core.transforms.closure_check import (
-    Members,
-    hooked_text,
-    own_buffer_text,
-    own_written,
-    refuse_max_norm,
-    same_values,
-    version_of,
-)
+from ltx.core.transforms import closure_check
+from ltx.core.transforms.closure_check import Members, version_of
 from ltx.typing import Tree
 
 
@@ -186,7 +178,7 @@ def _look_at_trace_time(module: nn.Module) -> tuple[bool, tuple[str, ...]]:
     found = bool(members.tied()), tuple([buffer.path for buffer in members.buffers])
     if not private.in_transform():
         return found
-    refuse_max_norm(module)
+    closure_check.refuse_max_norm(module)
     for path, part in module.named_modules():
         if isinstance(part, nn.RNNBase):
             where = f", {path!r} of this {type(module).__name__}" if path else ""
@@ -228,7 +220,7 @@ def _value(copy: torch.Tensor, given: torch.Tensor, training: bool) -> torch.Ten
     """The value of `copy`, if it is a buffer to which batch norm may write without torch counting the write."""
     if private.in_transform():
         with private.below_transforms():
-            return unwrapped(copy).clone()
+            return private.unwrapped(copy).clone()
     return given if training and copy.ndim == 1 and copy.is_floating_point() else None  # batch norm's are vectors
 
 
@@ -238,7 +230,6 @@ def _value(copy: torch.Tensor, given: torch.Tensor, training: bool) -> torch.Ten
 placed: ContextVar[tuple[Swap, ...]] = ContextVar("placed", default=())
 #: A buffer, the count of writes to it, and its value at that count.
 Kept = tuple[torch.Tensor, int, torch.Tensor]
-
 
 _THREADS = "Two threads called it at a time: give each a module of its own (copy.deepcopy)."
 _ASSIGNED = (
@@ -282,7 +273,7 @@ class Swap:
                 continue
             node: Any = put.grad_fn  # a train step differentiates with respect to nothing above its markers
             if put.is_leaf or (Marker.made(node) and not node.schedule.fenced):
-                raise StepError(hooked_text(f"{what}: parameter {name!r} of {type(module).__name__}"))
+                raise StepError(closure_check.hooked_text(f"{what}: parameter {name!r} of {type(module).__name__}"))
         return swap
 
     def done(self, returns: bool = False) -> dict[str, torch.Tensor]:
@@ -290,7 +281,8 @@ class Swap:
         after, self._after = self._after, {}  # one may be the output itself, whose graph mustn't hold it
         members, name = self.members, type(self.members.module).__name__
         if members.buffers:
-            own_written([b for b in members.buffers if b.path not in self.tensors], name, tensors_in_place)
+            own = [b for b in members.buffers if b.path not in self.tensors]
+            closure_check.own_written(own, name, tensors_in_place)
         if not self.first:
             return {}
         if removed := next((at for at, x in after.items() if not isinstance(x, torch.Tensor)), None):
@@ -302,10 +294,10 @@ class Swap:
             # If the module itself called requires_grad_() on a copy, that is a leaf, and no gradient may go on from it.
             return {name: x.detach() if x.is_leaf and x.requires_grad else x for name, x in after.items()}
         moved = (name for name, (x, version, _) in self.first.items() if version_of(x) != version)
-        values = {name: (unwrapped(self.tensors[name]), x) for name, x in self._values.items() if x is not None}
+        values = {name: (private.unwrapped(self.tensors[name]), x) for name, x in self._values.items() if x is not None}
         written = next(moved, None)
-        if written is None and values and not same_values(*zip(*values.values(), strict=True)):
-            written = next(name for name, (now, was) in values.items() if not same_values([now], [was]))
+        if written is None and values and not closure_check.same_values(*zip(*values.values(), strict=True)):
+            written = next(name for name, (now, was) in values.items() if not closure_check.same_values([now], [was]))
         if written is not None:
             raise StepError(
                 f"{members.what}: {name} wrote to {written!r}, a buffer that it was given, and what it wrote would "
@@ -321,8 +313,7 @@ class Swap:
         for name, tensor in self.tensors.items():
             if name in slots:
                 kept_in, key = slots[name]
-                self._own[name] = kept_in[key]
-                kept_in[key] = tensor
+                self._own[name], kept_in[key] = kept_in[key], tensor
 
     def take_out(self) -> dict[str, Any]:
         """Put the module's own tensors back. Returns what was there."""
@@ -478,9 +469,7 @@ class Calls:
 
     @contextmanager
     def in_pass(self, begun: bool = True) -> Iterator[None]:
-        """The backward pass. A recorded module that is called in it has the recorded tensors until the block ends. With
-        ``begun=False`` the pass begins where :meth:`begin` is called.
-        """
+        """The backward pass: recorded modules called in it get their tensors, from :meth:`begin` on if not `begun`."""
         token = _passes.set((*_passes.get(), self))
         try:
             if begun and self._made:
@@ -509,7 +498,7 @@ class Calls:
         for x in tree.flatten(outputs)[0]:
             while isinstance(x, torch.Tensor) and not x.requires_grad and private.is_wrapped(x):
                 x = private.unwrapped_once(x)
-            if isinstance(x, torch.Tensor) and x.requires_grad and x.grad_fn is not None:
+            if isinstance(x, torch.Tensor) and x.grad_fn is not None:
                 x.grad_fn.register_prehook(at or self._begin)
 
     def _end(self) -> None:
@@ -619,9 +608,7 @@ def keep(params: Tree) -> None:
 
 
 def _record(given: Mapping[str, torch.Tensor], make: Callable[[dict[str, torch.Tensor]], Swap]) -> Calls | None:
-    """Record a functional call, if there will be a backward pass; who calls this has its output watched. `make` makes
-    its swap, of those of the `given` tensors that somebody has kept.
-    """
+    """Record a functional call, if a backward pass may come; `make` makes its swap of the tensors kept until then."""
     if not torch.is_grad_enabled():
         return None
     found = dict(zip(given, map(weakref.ref, given.values()), strict=True))
@@ -646,7 +633,7 @@ def _torch_calls(module: Any, parameters_and_buffers: Any, *args: Any, **options
     own = [(name, x, version_of(x)) for name, x in module.named_buffers() if name not in given]
     output = _call_of_torch(module, parameters_and_buffers, *args, **options)
     for name in (name for name, x, version in own if version_of(x) != version and id(x) not in tensors_in_place()):
-        raise StepError(own_buffer_text(f"{name!r} of {type(module).__name__}"))
+        raise StepError(closure_check.own_buffer_text(f"{name!r} of {type(module).__name__}"))
 
     def swap(tensors: dict[str, torch.Tensor]) -> Swap:
         members = Members(module)

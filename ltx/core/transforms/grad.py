@@ -174,18 +174,12 @@ def _by_plain_autograd(
 
 def _apart(output: Tree, detached: bool = True) -> Tree:
     """`output` with copies of scalars: a loss that is a parameter itself may be changed in place (loss /= steps)."""
-
-    def apart(x: Any) -> Any:
-        x = x.detach() if detached and isinstance(x, torch.Tensor) else x
-        return x.clone() if isinstance(x, torch.Tensor) and x.ndim == 0 else x
-
-    return tree.map(apart, output)
+    output = tree.detached(output) if detached else output
+    return tree.map(lambda x: x.clone() if isinstance(x, torch.Tensor) and x.ndim == 0 else x, output)
 
 
 def _alone(step: DataParallel, at: int, flat: Flat, args: Args, kwargs: Kwargs, check: Check) -> Any:
-    """The result of :func:`grad_and_value`'s function by plain autograd, for a step of one rank: as on several ranks,
-    it may use what torch.func has no rules for.
-    """
+    """As :func:`_by_plain_autograd`, for a step of one rank: it too may use what torch.func has no rules for."""
     leaves, spec = flat
     inputs = [x.detach().requires_grad_() for x in leaves]
     calls = Calls()

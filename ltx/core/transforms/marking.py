@@ -1,7 +1,5 @@
-"""Mark the parameters of a step, so that the backward pass reduces their gradients; or reduce given gradients now.
-
-An eager call gets a schedule. A compiled graph gets nodes, which make a schedule of functional collectives when they
-run. A step without communication gets no marks.
+"""Mark the parameters of a step, so that the backward pass reduces their gradients; or reduce given gradients now. An
+eager call gets a schedule; a compiled graph nodes, which make one of functional collectives when they run.
 """
 
 from __future__ import annotations
@@ -18,38 +16,20 @@ from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import checked
 from ltx.core.base.errors import SyncStateError, UnsupportedError
 from ltx.core.base.needs import require
-from ltx.core.base.private import unwrapped
+from ltx.core.base.private import Tensors, unwrapped
 from ltx.core.collectives.calls import check_dense, check_sums
 from ltx.core.collectives.linear import at_places
 from ltx.core.collectives.psum import is_sparse, psum_sparse, split_sparse
 from ltx.core.gradients import marker
 from ltx.core.gradients.comm_hook import AllReduce, CommHook, counts_as, shared_part, stateful_hook
-from ltx.core.gradients.marker import reduce_gradients
 from ltx.core.gradients.pending import ProcessSchedule, schedule_for
-from ltx.core.gradients.planning import (
-    Names,
-    Plan,
-    all_tracked,
-    arrival_order,
-    by_path,
-    differentiable,
-    make_plan,
-    tracked,
-)
+from ltx.core.gradients.planning import Names, Plan, all_tracked, arrival_order, by_path, differentiable, make_plan
 from ltx.core.gradients.schedule import ImmediateSchedule, Schedule
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import Alone
 from ltx.core.transforms.compare import check_in_debug, check_leaves, check_params_once, digest, hash_of, values
 from ltx.core.transforms.run import CallOptions, Marked, StepSettings
-from ltx.core.transforms.strategy import (
-    PostUpdateHook,
-    Strategy,
-    constant_hook,
-    default_strategy,
-    hook_of_plain,
-    in_dtype,
-    stateful,
-)
+from ltx.core.transforms.strategy import Strategy, constant_hook, default_strategy, hook_of_plain, stateful
 from ltx.core.transforms.sync_state import SyncState, check_state, kept_beside, states_of_leaves
 from ltx.typing import Tree
 
@@ -62,10 +42,10 @@ def prepare_trace(
     strategy: Strategy, axis: Any, step: int, with_state: bool, blocked: bool = False, dtype: torch.dtype | None = None
 ) -> tuple[str, tuple[str, ...]]:
     """(the key of a step's settings in a graph, "" if gradients stay local; the names of a leaf's states).
-    `with_state`: whether the step was given its communication state. `dtype`: as in :func:`in_dtype`.
+    `with_state`: whether the step was given its communication state. `dtype`: that of sums.
     """
     found = comm.resolve(axis)
-    hook = None if blocked else in_dtype(constant_hook(strategy, step), dtype)
+    hook = None if blocked else constant_hook(strategy, step, dtype)
     if hook is None and with_state:
         raise UnsupportedError("a compiled step whose gradients stay local takes bare parameters, not ltx.Synced.")
     if hook is None:
@@ -80,18 +60,11 @@ def prepare_trace(
 
 
 def _schedule_in_graph(
-    key: str,
-    what: str,
-    tensors: Sequence[torch.Tensor],
-    arrival: Order,
-    names: Names,
-    paths: Paths,
-    step: int = 0,
-    clock: torch.Tensor | None = None,
+    key: str, tensors: Tensors, arrival: Order, names: Names, paths: Paths, step: int, clock: torch.Tensor | None
 ) -> Schedule:
     strategy, hook, axis = traced.kept(key)
     of = list(paths)
-    plan = make_plan(strategy, hook, axis, tensors, lambda: arrival, names, step, lambda: of, what, None, compare=False)
+    plan = make_plan(strategy, hook, axis, tensors, lambda: arrival, names, step, lambda: of, "", None, compare=False)
     # Reductions run below all levels of torch.func.
     return schedule_for(replace(plan, clock=None if clock is None else unwrapped(clock)), compiled=True)
 
@@ -102,7 +75,7 @@ def _mark_node(
 ) -> tuple[torch.Tensor, ...]:
     """Mark ``*parameters, *states`` at step `step` + `clock`. Returns (*marked parameters, *tokens)."""
     count = len(arrival)
-    schedule = _schedule_in_graph(key, "data_parallel", tensors[:count], arrival, names, paths, step, clock)
+    schedule = _schedule_in_graph(key, tensors[:count], arrival, names, paths, step, clock)
     states = iter(tensors[count:])
     marked, tokens = marker.put_on(schedule, tensors[:count], [[next(states) for _ in leaf] for leaf in names])
     return (*marked, *tokens)
@@ -119,8 +92,8 @@ def _tie_node(key: str, tokens: int, kept: int, *tensors: torch.Tensor) -> tuple
 def reduce_in_graph(key: str, arrival: Order, paths: Paths, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Reduce gradients by a hook without state."""
     none: list[tuple[()]] = [() for _ in grads]
-    schedule = _schedule_in_graph(key, "sync_gradients", grads, arrival, tuple(none), paths)
-    return tuple(reduce_gradients(schedule, grads, none)[0])
+    schedule = _schedule_in_graph(key, grads, arrival, tuple(none), paths, 0, None)
+    return tuple(marker.reduce_gradients(schedule, grads, none)[0])
 
 
 def marks_on_wire(step_fn: StepSettings, hook: CommHook | None, axis: Axis) -> bool:
@@ -145,7 +118,7 @@ def mark(
 ) -> Marked:
     """The marked parameters of an eager call of `step_fn` on `axis` at `step`, with the strategy's `hook`."""
     hook = options.hook or hook
-    below: Sequence[torch.Tensor] = () if options.deferred else leaves
+    below: Tensors = () if options.deferred else leaves
     if private.in_transform():
         below = [*map(unwrapped, below)] if axis.ranks.levels else ()
     own = {i: x for i, x in enumerate(below) if x.is_leaf and x.requires_grad}  # whose .grad a backward pass may write
@@ -172,7 +145,7 @@ def mark(
     plan = make_plan(strategy, hook, axis, mine, arrival, names, step, mine_paths, "data_parallel", spec)
     # Ranks that share gradients start from equal parameters; ranks that communicate after the update needn't.
     sharing = plan.part or axis
-    if strategy.layout.params == "replicated" or not isinstance(hook, PostUpdateHook):
+    if strategy.layout.params == "replicated" or options.hook is None:
         check_in_debug(sharing, params)
         if options.step is None:  # a train step compares its whole state
             agreed = plan.agreement
@@ -194,7 +167,7 @@ def mark(
 
 
 def _mark_nothing(step_fn: StepSettings, leaves: list[Any], state: SyncState | None, axis: Axis) -> Marked:
-    if state is None or not any(tracked(leaf) for leaf in leaves):
+    if state is None or not all_tracked(leaves):
         return Marked(leaves, as_given=True)
     # A blocked step passes the state through unchanged; any other step without communication is counted in it.
     kept = [(x, x.detach()) for x in tree.flatten(state)[0]] if step_fn.blocked else kept_beside(state, set(), ())
@@ -259,24 +232,18 @@ def mark_in_graph(
     step_fn: StepSettings, params: Tree, leaves: list[Any], spec: Any, sync_state: SyncState | None, step: int
 ) -> Marked:
     """As :func:`mark`, inside a compiled graph that is compiled at `step`."""
-    key, all_names = prepare_trace(
-        step_fn.strategy, step_fn.axis, step, sync_state is not None, step_fn.blocked, step_fn.reduce_dtype
-    )
+    of = step_fn.strategy, step_fn.axis, step, sync_state is not None, step_fn.blocked, step_fn.reduce_dtype
+    key, all_names = prepare_trace(*of)
     if key == "":
         return Marked(leaves, as_given=True)
     wanted = differentiable(leaves)
     every = tree.paths_of(spec)
     paths = tuple([every[i] for i in wanted])
-    names: tuple[tuple[str, ...], ...] = tuple(() for _ in wanted)
-    states: list[torch.Tensor] = []
-    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-    if sync_state is not None:
-        entries = [sync_state.leaves.get(path, {}) for path in paths]
-        names = tuple(tuple(name for name in all_names if name in entry) for entry in entries)
-        states = [entry[name] for entry, held in zip(entries, names, strict=True) for name in held]
-        kept = kept_beside(sync_state, set(paths), all_names)
-    arrival = tuple(arrival_order(params, wanted))
-    clock = None if sync_state is None else sync_state.clock
+    held, clock = ({}, None) if sync_state is None else (sync_state.leaves, sync_state.clock)
+    entries = [held.get(path, {}) for path in paths]
+    names = tuple(tuple(name for name in all_names if name in entry) for entry in entries)
+    states = [entry[name] for entry, own in zip(entries, names, strict=True) for name in own]
+    arrival, kept = tuple(arrival_order(params, wanted)), kept_beside(sync_state, set(paths), all_names)
     outs = _mark_node(key, arrival, names, paths, step, clock, *[leaves[i] for i in wanted], *states)
     tokens = outs[len(wanted) :]
     before, after = [x for x, _ in kept], [y for _, y in kept]
@@ -386,7 +353,7 @@ def _reduce(
     states = states_of_leaves(state, lambda: paths, list(range(len(paths))), hook, returned=True)
     found, names, spec = comm.resolve(axis), tuple(map(tuple, states)), tuple(paths)
     plan = make_plan(strategy, hook, found, grads, arrival, names, step, lambda: paths, "sync_gradients", spec)
-    reduced, advanced = reduce_gradients(schedule_for(plan), grads, [list(s.values()) for s in states])
+    reduced, advanced = marker.reduce_gradients(schedule_for(plan), grads, [list(s.values()) for s in states])
     if state is None:
         return reduced, None
     leaves = {path: dict(e) for path, e in state.leaves.items()}

@@ -3,10 +3,9 @@
 Under ``torch.func.grad`` every operation of a step goes through functorch's interpreter, and the backward pass is
 recorded as if it were to be differentiated again: that takes 1.08 times the time of ``loss.backward()``, and more
 memory. So if a single level of ``grad`` (or ``vjp``, ``jacrev``) is active, the step runs *below* it, on plain
-autograd, as one autograd Function of its parameters; gradient, overlap and bits are those of ``loss.backward()``.
-
-All other cases use torch.func itself, which composes without limit: several levels, tangents, other arguments than the
-parameters that are differentiated, or a step that closes over a differentiated value.
+autograd, as one autograd Function of its parameters; gradient, overlap and bits are those of ``loss.backward()``. All
+other cases use torch.func itself: several levels, tangents, other arguments that are differentiated, or a step that
+closes over a differentiated value.
 """
 
 from __future__ import annotations
@@ -56,9 +55,7 @@ def _with_own(leaf: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
 def by_buckets(
     schedule: ProcessSchedule, outputs: Tensors, cotangents: Tensors | None, inputs: Tensors, again: bool, own: Tensors
 ) -> tuple[list[torch.Tensor], dict[int, LeafState]]:
-    """Run a deferred pass, and wait for its buckets: (the parameters' gradients, next states by their places). The
-    arguments are those of :meth:`ProcessSchedule.backward`.
-    """
+    """Run a deferred pass (:meth:`ProcessSchedule.backward`): (the gradients, next states by parameters' places)."""
     grads, states = dict[int, torch.Tensor](), dict[int, LeafState]()
     try:
         schedule.send_summary()
@@ -79,7 +76,7 @@ class Call:
 
     def __init__(self, step: Any, leaves: list[Any], spec: Any):
         self.step, self.leaves, self.spec = step, leaves, spec
-        self.wrapped = [i for i, x in enumerate(self.leaves) if isinstance(x, torch.Tensor) and private.is_wrapped(x)]
+        self.wrapped = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and private.is_wrapped(x)]
         self._wanted = [leaves[i].requires_grad for i in self.wrapped]
         self.calls = Calls()
         self._params: list[torch.Tensor] = []  # the leaves of the step's parameters
@@ -94,8 +91,7 @@ class Call:
         with comm.span("forward"), plain, torch.enable_grad(), allowed, watched, self.calls.recorded():
             run = step.run(args, kwargs, self._options(args))
             outputs, spec = tree.flatten(run.value())
-        self._schedule: Any = run.schedule
-        self._inputs, self._own = run.inputs, run.own
+        self._inputs, self._own, self._schedule = run.inputs, run.own, run.schedule
         found = [(i, x) for i, x in enumerate(outputs) if isinstance(x, torch.Tensor)]
         self._differentiable = [i for i, x in found if x.requires_grad]
         if self._inputs is not None and not self._differentiable:  # the rank takes part, as its peers wait for it
@@ -116,8 +112,7 @@ class Call:
         if len(mine) != len(self._params) or not mine <= wanted:
             return PLAIN_CALL
         flat = self._params, spec
-        options: CallOptions | None = self.step.deferred(flat)
-        return CallOptions(deferred=True, flat=flat) if options is None else options
+        return self.step.deferred(flat) or CallOptions(deferred=True, flat=flat)
 
     def result(self, outputs: Tensors) -> Any:
         """The step's result, with `outputs` in the places of the tensors that have a gradient."""
@@ -137,8 +132,8 @@ class Call:
 
         with torch.inference_mode(False), checkpoints_allowed(), self.calls.in_pass():
             if self._inputs is not None:  # as :func:`ltx.grad` does it: the pass has no fence
-                reached = [(x, c) for x, c in zip(self.outputs, cotangents, strict=True) if x.requires_grad]
-                objectives, given = [x for x, _ in reached], [c for _, c in reached]
+                objectives = [x for x in self.outputs if x.requires_grad]
+                given = [c for x, c in zip(self.outputs, cotangents, strict=True) if x.requires_grad]
                 with torch.no_grad():
                     found, _ = by_buckets(self._schedule, objectives, given, self._inputs, True, self._own)
                 of = dict(zip(map(id, self._params), found, strict=True))

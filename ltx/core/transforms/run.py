@@ -16,7 +16,6 @@ from ltx.core.base.errors import StepError, StrategyError, no_mean
 from ltx.core.base.readable import Readable
 from ltx.core.collectives.linear import at_places
 from ltx.core.collectives.reduce import unusable, wide
-from ltx.core.comm import to_device
 from ltx.core.gradients.comm_hook import CommHook
 from ltx.core.gradients.planning import Plan
 from ltx.core.gradients.schedule import Schedule
@@ -73,15 +72,15 @@ class Weighted(NamedTuple):
         if not isinstance(total, torch.Tensor) or total.ndim != 0 or not total.is_floating_point():
             got = f"shape {list(total.shape)}, {total.dtype}" if isinstance(total, torch.Tensor) else brief(total)
             raise StepError(f"Weighted.total must be a 0-dim floating tensor, got {got}. Sum it.")
-        if not isinstance(self.weight, torch.Tensor) and not is_number(self.weight):
-            raise StepError(f"Weighted.weight must be a 0-dim tensor or a number, got {brief(self.weight)}.")
-        if isinstance(self.weight, torch.Tensor) and self.weight.is_meta and not total.is_meta:
-            raise StepError("Weighted.weight is a tensor on the meta device, which holds no value.")
         dtype = wide(total.dtype)
         if isinstance(self.weight, torch.Tensor):
-            weight = to_device(self.weight, total.device)
-        else:
+            if self.weight.is_meta and not total.is_meta:
+                raise StepError("Weighted.weight is a tensor on the meta device, which holds no value.")
+            weight = comm.to_device(self.weight, total.device)
+        elif is_number(self.weight):
             weight = torch.full((), float(self.weight), dtype=dtype, device=total.device)
+        else:
+            raise StepError(f"Weighted.weight must be a 0-dim tensor or a number, got {brief(self.weight)}.")
         if weight.ndim != 0:
             raise StepError(f"Weighted.weight must be 0-dim, got shape {list(weight.shape)}. Sum it.")
         weight = weight.to(dtype).detach()
@@ -170,19 +169,6 @@ class CallOptions(NamedTuple):
 
 PLAIN_CALL = CallOptions()
 KIND = attrgetter("__class__", "shape", "dtype", "device", "layout")
-
-
-class Answers(NamedTuple):
-    """What a deferred call of a step has asked, kept for the next call on parameters of these kinds."""
-
-    hook: CommHook
-    axis: Axis
-    kinds: list[Any]
-    known: Known
-
-    def hold(self, hook: CommHook | None, axis: Axis, kinds: list[Any]) -> bool:
-        """Whether these are the answers for a call on `axis` too. Raises if nothing may be sent there."""
-        return (hook, axis, kinds) == (self.hook, self.axis, self.kinds) and axis.ranks.goes_on()
 
 
 class Marked(NamedTuple):
@@ -285,17 +271,13 @@ def refuse_backward(inputs: Sequence[torch.Tensor], schedule: Any = None) -> Non
 
 
 def refuse_gradients(output: Any, leaves: list[torch.Tensor], spec: Any) -> None:
-    """Raise if `output` looks like the parameters (`leaves` and `spec`): gradients or new parameters that were computed
-    inside the step would silently differ between ranks.
-    """
+    """Raise if `output` looks like the parameters: gradients taken inside would silently differ between ranks."""
     if isinstance(output, torch.Tensor) and output.ndim == 0:
         return  # this is a loss
     if len(leaves) == 1 and leaves[0].ndim == 0:
         return  # the parameters themselves look like a loss
-    candidates = [output]
-    if isinstance(output, tuple) and not hasattr(output, "_fields") and output:
-        candidates.append(output[0])
-    for candidate in candidates:
+    several = isinstance(output, tuple) and not hasattr(output, "_fields")
+    for candidate in (output, *(output[:1] if several else ())):
         outs, out_spec = tree.flatten(candidate)
         if out_spec == spec and all(
             isinstance(out, torch.Tensor) and out.shape == leaf.shape for out, leaf in zip(outs, leaves, strict=True)

@@ -5,13 +5,13 @@ After the optimizer a strategy may communicate parameters, by a :class:`PostUpda
     x_r = update_r(w_r, g_r)         for every parameter, on each rank
     w_r = finish(w_r, reduce(x))     by a hook between ranks, bucket by bucket
 
-Two drivers run the same hook. A step that commits whole runs the optimizer on all parameters, then the hook on all
-buckets (:func:`communicate_after_update`). With ``overlap="update"`` each bucket runs its part of both as soon as its
-gradients are ready (:class:`ltx.core.training.backward.UpdateThenSend`), so messages are sent in the backward pass.
+A step that commits whole runs the optimizer on all parameters, then the hook on all buckets
+(:func:`communicate_after_update`). With ``overlap="update"`` each bucket runs its part of both as soon as its gradients
+are ready (:class:`ltx.core.training.backward.UpdateThenSend`).
 
-Until a bucket is complete, a peer may still fail, and then every rank must have its old parameters. So the optimizer
-doesn't run in place on them. Later work, such as adding the differences that have arrived, can't fail: it may write
-into the old state's memory, if the step allows it (:attr:`ltx.core.optim.base.Update.may_overwrite`).
+Until a bucket is complete a peer may fail, and then every rank must have its old parameters, so the optimizer doesn't
+run in place on them. Later work, such as adding the differences that have arrived, can't fail: it may write into the
+old state's memory, if the step allows it (:attr:`ltx.core.optim.base.Update.may_overwrite`).
 """
 
 from __future__ import annotations
@@ -37,10 +37,7 @@ from ltx.core.optim.base import Optimizer, Tensors, Update
 from ltx.core.ranks.axis import Axis
 from ltx.typing import Tree
 
-T = TypeVar("T")
 H = TypeVar("H", bound=CommHook | None)
-#: A property of the step that comes after the given number of steps.
-OfStep = Callable[[int], T]
 #: Communication state by parameter path.
 States = dict[str, LeafState]
 
@@ -208,7 +205,9 @@ class StrategyOffers:
     cycle: tuple[int, int] | None = follows(
         lambda strategy: None if (last := getattr(strategy.hook(0), "constant_after", 0)) is None else (last, 1)
     )
-    communicates_after_update: OfStep[bool] = follows(lambda strategy: lambda n: _has_own(strategy, "after_update"))
+    communicates_after_update: Callable[[int], bool] = follows(
+        lambda strategy: lambda n: _has_own(strategy, "after_update")
+    )
     communicates_besides: bool = follows(lambda strategy: _has_own(strategy, "begin", "update", "after_update"))
     updates_in_buckets: bool = follows(lambda strategy: not _has_own(strategy, "update"))
 
@@ -341,20 +340,14 @@ def negotiate(
 
     Returns the plan of the exchange.
     """
-    return make_plan(
-        strategy,
-        hook,
-        info.axis,
-        tensors,
-        lambda: range(len(tensors)) if like is None else tree.insertion_order(like)[::-1],
-        tuple(tuple(state) for state in states) or tuple(() for _ in tensors),
-        info.step,
-        lambda: list(paths),
-        f"{type(strategy).__name__}{' in the background' if background else ''}",
-        tuple(paths),
-        background=background,
-        grouped=like is not None,
-    )
+
+    def arrival() -> Sequence[int]:
+        return range(len(tensors)) if like is None else tree.insertion_order(like)[::-1]
+
+    names = tuple(map(tuple, states)) or ((),) * len(tensors)
+    what = f"{type(strategy).__name__}{' in the background' if background else ''}"
+    of = strategy, hook, info.axis, tensors, arrival, names, info.step, lambda: list(paths), what, tuple(paths)
+    return make_plan(*of, background=background, grouped=like is not None)
 
 
 def communicate_after_update(
@@ -509,14 +502,14 @@ def hooks_ahead(strategy: Strategy) -> tuple[CommHook | None, ...]:
     return tuple(dict.fromkeys(map(strategy.hook, steps_ahead(strategy))))
 
 
-def constant_hook(strategy: Strategy, step: int) -> CommHook | None:
+def constant_hook(strategy: Strategy, step: int, dtype: torch.dtype | None = None) -> CommHook | None:
     """The hook for a graph that is compiled at `step` and runs at all later steps. Raises if the hook changes."""
     who, hook = f"a graph that is compiled at step {step}", hook_of_plain(strategy, step)
     require("graph, hook or strategy", strategy, who, step, constant_after(strategy))
     if hook is None:
         return None
     require("graph, hook or strategy", hook, who, step, hook.constant_after)
-    return hook.at(step)
+    return in_dtype(hook.at(step), dtype)
 
 
 def default_strategy() -> Strategy:

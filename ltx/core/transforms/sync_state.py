@@ -118,17 +118,15 @@ def states_of_leaves(
     if not hook.state_names:
         return [{}] * len(wanted)
     assert state is not None
-    found: list[LeafState] = []
-    for i in wanted:
-        found.append(states_of(hook, state.leaves.get(paths()[i], {})))
-        lost = [name for name, tensor in found[-1].items() if not (returned or tracked(tensor))]
-        if lost:
+    found = [(path, states_of(hook, state.leaves.get(path, {}))) for path in map(paths().__getitem__, wanted)]
+    for path, own in () if returned else found:
+        if lost := [name for name, tensor in own.items() if not tracked(tensor)]:
             raise SyncStateError(
-                f"leaf {paths()[i]!r}: its communication state {lost[0]!r} isn't differentiated, so its next value "
+                f"leaf {path!r}: its communication state {lost[0]!r} isn't differentiated, so its next value "
                 "would be lost. Differentiate with respect to ltx.Synced(params, state) as a whole, or use "
                 "ltx.grad_and_value(step)(params, batch, sync_state=state)."
             )
-    return found
+    return [own for _, own in found]
 
 
 def kept_beside(
