@@ -57,14 +57,14 @@ class Signature:
         return Signature(operation, tuple((path, what) for path, what in leaves), static)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Agreement:
     """A signature that is equal on all ranks, its fingerprint, and rank 0's offer."""
 
     signature: Signature
     fingerprint: int
     offer: Any
-    plan: list[Any] = field(default_factory=list, repr=False)  # a cell for the plan that follows from them
+    plan: Any = field(default=None, repr=False)  # the plan that follows from them, once there is one
 
 
 #: This stands for a collective that a rank has called and that raised before it was issued.

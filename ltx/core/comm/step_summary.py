@@ -234,8 +234,7 @@ def begin_pass(
     channel = among.first_phase
     axis_comm.under_way = among.under_way = name
     if agreement is not None:
-        if channel.habit is not None and not channel.habit.expects(agreement.fingerprint, channel.issued):
-            compare_unusual(among, channel, agreement)
+        compare_unusual(among, channel, agreement)
         channel.advance(agreement)
     issued = axis_comm.user.digest ^ (channel.digest << 1)
     said = Said(issued, among.passes.step, among.passes.counted, unreduced, isinstance(weight, torch.Tensor))

@@ -33,9 +33,8 @@ def pack(
     batch: Sequence[int] = (),
     empty: Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """A flat buffer of shape ``(*batch, numel)``: the gradients times the hook's scale, plus its extra terms.
-
-    It reads large gradients only once. `empty` provides the buffer; without it the buffer is new.
+    """A flat buffer of shape ``(*batch, numel)``: the gradients times the hook's scale, plus its extra terms. It reads
+    large gradients only once. `empty` provides the buffer; without it the buffer is new.
     """
     wire_dtype, scale, _, terms, *_ = hook.packing(bucket.dtype, axis_size)
     shape = (*batch, bucket.numel)
@@ -139,7 +138,6 @@ def plus(x: torch.Tensor, y: torch.Tensor, times: float) -> torch.Tensor:
 
 def unpack(flat: torch.Tensor, bucket: Bucket, cast: bool = True) -> list[torch.Tensor]:
     """The parts of a flat buffer of shape ``(*batch, numel)`` in their parameters' shapes; views without a batch.
-
     `cast`: convert to the parameters' dtype; else keep the buffer's.
     """
     if flat.ndim == 0 or flat.shape[-1] != bucket.numel:

@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -19,17 +18,8 @@ from ltx.core.base.arguments import Offering, brief, check_fields, follows
 from ltx.core.base.errors import StrategyError
 from ltx.core.base.needs import require
 from ltx.core.base.readable import Readable
-from ltx.core.gradients.reduction import (
-    BucketInput,
-    CollectiveRequest,
-    LeafState,
-    Packing,
-    Program,
-    Reduced,
-    Reduction,
-    answer_at_once,
-    drive,
-)
+from ltx.core.gradients import reduction
+from ltx.core.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Packing, Reduced, Reduction
 from ltx.core.ranks.axis import Axis
 
 #: What hooks were asked before, and what says it now.
@@ -250,15 +240,10 @@ def states_of(hook: CommHook, entries: LeafState) -> LeafState:
     return {name: entries[name] for name in hook.state_names if name in entries}
 
 
-def program_of(hook: CommHook, inputs: BucketInput) -> Program:
-    return Program(hook.reduce(inputs), [inputs.flat, *chain.from_iterable(map(dict.values, inputs.states))], hook)
-
-
 def reduce_at_once(hook: CommHook, axis: Axis, inputs: BucketInput, kind: str = "bucket") -> Reduced:
-    """Run one reduction to its end with differentiable collectives: a readable reference for the schedules.
-
-    A recording counts what the first simulated rank would send; processes' collectives count themselves. `kind`: the
-    word for the bucket in it.
+    """Run one reduction to its end with differentiable collectives: a readable reference for the schedules. A recording
+    counts what the first simulated rank would send; processes' collectives count themselves. `kind`: the word for the
+    bucket in it.
     """
     label = f"{kind} {inputs.bucket.index}"
     simulated = axis.comm is None and axis.size > 1
@@ -268,8 +253,8 @@ def reduce_at_once(hook: CommHook, axis: Axis, inputs: BucketInput, kind: str = 
         if simulated and size > 1 and request.buffer.numel():
             sent = partial(comm.bytes_sent, request.operation, request.buffer, size)
             comm.note("simulated", request.operation, label, sent, size)
-        return answer_at_once(request, axis)
+        return reduction.answer_at_once(request, axis)
 
     if simulated:
         comm.note_packed(kind, hook, inputs.bucket)
-    return drive(hook.reduce(inputs), answer)
+    return reduction.drive(hook.reduce(inputs), answer)

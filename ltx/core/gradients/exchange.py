@@ -1,18 +1,16 @@
-"""Exchanges: buckets that a strategy sends outside of a backward pass.
-
-A strategy writes what it does with parameters as a communication hook too, so the same lines run between processes and
-on simulated ranks.
-"""
+"""Exchanges: buckets that a strategy sends outside of a backward pass, by a communication hook too."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from ltx.core import comm
 from ltx.core.base.errors import LtxError, UnsupportedError
 from ltx.core.base.needs import require
+from ltx.core.base.private import Tensors
 from ltx.core.gradients.buffers import pack, pack_pure, unpack
 from ltx.core.gradients.comm_hook import CommHook, reduce_at_once
 from ltx.core.gradients.pending import Pending
@@ -31,14 +29,11 @@ class Exchange:
             memory between ranks of one machine, but progress only while ranks wait.
     """
 
-    def __init__(
-        self, plan: Plan, tensors: Sequence[torch.Tensor], states: Sequence[LeafState] = (), background: bool = False
-    ):
-        self._plan = plan
+    def __init__(self, plan: Plan, tensors: Tensors, states: Sequence[LeafState] = (), background: bool = False):
+        self._plan, self._states = plan, list(states) or [{} for _ in tensors]
         self._pending: Pending | None = None
         self._completed: list[Reduced] = []
         self._failed: LtxError | None = None
-        self._states = list(states) or [{} for _ in tensors]
         self._kind = "background" if background else "exchange"
         if background:
             require("background, hook", plan.hook, "", plan.axis.size)
@@ -47,8 +42,7 @@ class Exchange:
                 raise UnsupportedError(
                     f"what ranks exchange beside their gradients ({plan.hook!r}) has no derivative on real ranks, and "
                     "a step that does so is differentiated. Use a strategy that exchanges gradients alone, such as "
-                    "ltx.DDPStrategy(); or, if no derivative is wanted, detach the state and the batch, or call the "
-                    "step under torch.no_grad()."
+                    "ltx.DDPStrategy(); or detach the state and the batch, or call the step under torch.no_grad()."
                 )
             try:
                 self._launch(plan.axis.comm, tensors, background)
@@ -61,15 +55,13 @@ class Exchange:
                 hook, inputs = self._packed(bucket, tensors, pack_pure)
                 self._completed.append(reduce_at_once(hook, plan.axis, inputs, self._kind))
 
-    def _packed(
-        self, bucket: Bucket, tensors: Sequence[torch.Tensor], packing: Callable[..., torch.Tensor]
-    ) -> tuple[CommHook, BucketInput]:
+    def _packed(self, bucket: Bucket, tensors: Tensors, packing: Callable[..., Any]) -> tuple[CommHook, BucketInput]:
         plan, hook = self._plan, self._plan.hook_of(bucket)
         states = [self._states[m] for m in bucket.members]
         flat = packing([tensors[m] for m in bucket.members], bucket, hook, plan.axis.size, states)
         return hook, plan.bucket_input(bucket, flat, states)
 
-    def _launch(self, axis_comm: comm.AxisComm, tensors: Sequence[torch.Tensor], background: bool) -> None:
+    def _launch(self, axis_comm: comm.AxisComm, tensors: Tensors, background: bool) -> None:
         plan, name = self._plan, "an exchange of the strategy"
         if background:
             axis_comm.under_way = name
@@ -99,8 +91,7 @@ class Exchange:
             PeerLostError, DeadlockDetectedError, CollectiveTimeoutError: the exchange can't complete.
                 RankMismatchError: ranks have issued different collectives before the exchange.
         """
-        results: dict[int, torch.Tensor] = {}
-        states: dict[int, LeafState] = {}
+        results, states = dict[int, torch.Tensor](), dict[int, LeafState]()
         for bucket, (flat, advanced) in self.wait_buckets():
             results.update(zip(bucket.members, unpack(flat, bucket), strict=True))
             states.update(zip(bucket.members, map(dict, advanced), strict=bool(advanced)))

@@ -13,14 +13,13 @@ In the order of the backward pass:
 * **Fence** has all parameters as inputs, so it runs after every marker. It is the one safe place to wait: nothing after
   it sees a pending gradient. A train step has no fence: nothing comes after it, and the train step waits itself.
 
-A train step of few parameters has leaves in place of markers, and so has each before torch 2.13, which can raise a
-marker's priority: :class:`Leaves`.
+A train step of few parameters has :class:`Leaves` in place of markers, as each has before torch 2.13, which can raise
+priorities.
 
 All is differentiable again, in reverse and forward mode. :class:`Launch` counts as the identity and :class:`Wait` as
-the exact mean over ranks, so second derivatives are exact even where the hook compresses first derivatives. A backward
-pass reduces exactly too (:attr:`Schedule.again`) if it comes through :class:`Wait`, or if a level of transforms inside
-of its own has differentiated the step, in whichever mode. The functions take vmap levels off one by one, and know which
-levels are ranks. :func:`reduce_gradients` reduces given gradients without a marker.
+the exact mean over ranks, so second derivatives are exact even where the hook compresses first ones. A backward pass
+reduces exactly too (:attr:`Schedule.again`) if it comes through :class:`Wait`, or if a level of transforms inside of
+its own has differentiated the step. The functions take vmap levels off one by one, and know which levels are ranks.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ from torch.autograd import forward_ad
 
 from ltx.core.base import private
 from ltx.core.base.errors import UnsupportedError
+from ltx.core.base.private import Tensors
 from ltx.core.collectives.linear import Function, apply, index_below
 from ltx.core.gradients.comm_hook import counts_as
 from ltx.core.gradients.pending import ProcessSchedule
@@ -60,10 +60,8 @@ with torch.inference_mode(False):
 
 @cache
 def can_raise_priority() -> bool:
-    """Whether torch has ``_set_sequence_nr`` (from 2.13 on).
-
-    Without it the reductions of a train step and of ``ltx.grad`` are started by hooks of leaves (:class:`Leaves`);
-    other reductions don't overlap the backward pass. Results are the same.
+    """Whether torch has ``_set_sequence_nr`` (from 2.13 on). Without it :class:`Leaves` start the reductions of a train
+    step and of ``ltx.grad``, and others don't overlap the backward pass; results are the same.
     """
     with torch.enable_grad():
         return hasattr(torch.zeros((), requires_grad=True, device="cpu").view(()).grad_fn, "_set_sequence_nr")
@@ -72,18 +70,17 @@ def can_raise_priority() -> bool:
 def raise_priority(output: torch.Tensor, priority: int) -> None:
     """Have the engine run the node that made `output` early, at every functorch level, if torch can."""
     while True:
-        set_sequence_nr = getattr(output.grad_fn, "_set_sequence_nr", None)
-        if set_sequence_nr is not None:
+        if (set_sequence_nr := getattr(output.grad_fn, "_set_sequence_nr", None)) is not None:
             set_sequence_nr(priority)
         if not private.is_wrapped(output):
             return
         output = private.unwrapped_once(output)
 
 
-def _views(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+def _views(tensors: Tensors) -> tuple[Any, ...]:
     if not private.in_transform():
         return tuple(tensors)  # plain autograd makes views itself
-    return tuple([None if t is None else t.view_as(t) for t in tensors])
+    return tuple([t.view_as(t) for t in tensors])
 
 
 def _index(axis: Axis, dims: Dims = ()) -> torch.Tensor | None:
@@ -101,10 +98,7 @@ def _left(axis: Axis, dims: Dims) -> Axis | None:
 
 
 class Peeled(Function):
-    """A Function of ``(schedule, bucket, dims, index, *tensors)``; `dims` lists the vmap levels that are taken off.
-
-    `bucket` is None for Functions that work on all buckets.
-    """
+    """A Function of ``(schedule, bucket or None for all, dims, index, *tensors)``; `dims`: vmap levels taken off."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -113,17 +107,9 @@ class Peeled(Function):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
 
-        def vmap(
-            info: Any,
-            in_dims: tuple[Any, ...],
-            schedule: Schedule,
-            bucket: int | None,
-            dims: Dims,
-            index: Any,
-            *tensors: torch.Tensor,
-        ) -> tuple[Any, Any]:
+        def vmap(info: Any, in_dims: Any, schedule: Schedule, bucket: Any, dims: Dims, index: Any, *xs: Any) -> Any:
             axis, level = schedule.plan.axis, (private.maybe_current_level() or 0) + 1
-            stacked, here = in_front(info.batch_size, tensors, in_dims[4:]), level in axis.ranks.levels.numbers
+            stacked, here = in_front(info.batch_size, xs, in_dims[4:]), level in axis.ranks.levels.numbers
             dims = (here, *dims)
             if here:
                 index = None if _left(axis, dims) is None else index_below(index, in_dims[3])
@@ -138,7 +124,11 @@ def _zeros_later(like: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: torch.zeros(shape, dtype=dtype, device=device)
 
 
-def _counted(schedule: Schedule, dims: Dims, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _filled(tangents: Sequence[torch.Tensor | None], zeros: Sequence[Callable[[], Any]]) -> list[torch.Tensor]:
+    return [zero() if t is None else t for t, zero in zip(tangents, zeros, strict=True)]
+
+
+def _counted(schedule: Schedule, dims: Dims, tensors: Tensors) -> list[torch.Tensor]:
     """The sum over ranks times what the hook's result counts as, most often the mean; differentiable."""
     axis = schedule.plan.axis
     factor = counts_as(schedule.plan.hook, axis.size)
@@ -159,8 +149,7 @@ def _plain() -> bool:
 
 def _note_level(ctx: Any, tangents: bool = False) -> None:
     """Note that the level of transforms where `ctx` is made differentiates the call, unless no input has a derivative.
-
-    Plain autograd is level 0. It has tangents too, which count as inside of its backward passes: that can't be known.
+    Plain autograd is level 0; its tangents count as inside of its backward passes, which can't be known.
     """
     ctx.level = private.maybe_current_level() or 0
     if tangents or any(ctx.needs_input_grad):
@@ -168,33 +157,17 @@ def _note_level(ctx: Any, tangents: bool = False) -> None:
         schedule.innermost = max(schedule.innermost, inside)
 
 
-class Begin(Function):
-    """``Begin.apply(schedule)``: begins a backward pass.
-
-    It is a Function so that it runs below every transform: tensors made under one would be wrapped in its levels.
-    """
-
-    @staticmethod
-    def forward(schedule: Schedule) -> torch.Tensor:
+def _begin(schedule: Schedule) -> None:
+    """Begin a backward pass below every transform: tensors made under one would be wrapped in its levels."""
+    with private.below_transforms(), torch.no_grad():
         schedule.enter()
-        return torch.zeros((), device="cpu")
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], schedule: Schedule) -> tuple[Any, Any]:
-        return Begin.apply(schedule), None  # torch requires a rule, but doesn't call it without tensor inputs
 
 
 class Launch(Peeled):
     """``Launch.apply(schedule, bucket, dims, index, link, *gradients, *states)``: start a bucket's reduction."""
 
     @staticmethod
-    def forward(
-        schedule: Schedule, bucket: int, dims: Dims, index: Any, link: torch.Tensor, *tensors: torch.Tensor
-    ) -> tuple[Any, ...]:
+    def forward(schedule: Schedule, bucket: int, dims: Dims, index: Any, link: Any, *tensors: torch.Tensor) -> Any:
         started = schedule.start(bucket, dims, tensors)
         return started if schedule.threaded else _views(started)
 
@@ -212,8 +185,7 @@ class Launch(Peeled):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
-        given = tangents[5 : 5 + ctx.count]
-        return (*(z() if t is None else t for t, z in zip(given, ctx.zeros, strict=True)), *(None,) * ctx.states)
+        return (*_filled(tangents[5 : 5 + ctx.count], ctx.zeros), *(None,) * ctx.states)
 
 
 class Wait(Peeled):
@@ -225,7 +197,7 @@ class Wait(Peeled):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.schedule, _, ctx.dims, *_ = inputs
+        Peeled.setup_context(ctx, inputs, output)
         ctx.zeros = [_zeros_later(t) for t in output]
         ctx.mark_non_differentiable(*(t for t, state in zip(output, ctx.schedule.plan.is_state, strict=True) if state))
 
@@ -236,22 +208,19 @@ class Wait(Peeled):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
-        filled = [z() if t is None else t for t, z in zip(tangents[4:], ctx.zeros, strict=True)]
-        return tuple(Wait._derivatives(ctx, filled))
+        return tuple(Wait._derivatives(ctx, _filled(tangents[4:], ctx.zeros)))
 
     @staticmethod
-    def _derivatives(ctx: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Forward mode: the reduced gradients' tangents; states have none."""
-        is_state = ctx.schedule.plan.is_state
+    def _derivatives(ctx: Any, tensors: Tensors) -> list[torch.Tensor | None]:
+        is_state = ctx.schedule.plan.is_state  # states have no derivative
         grads = [t for t, state in zip(tensors, is_state, strict=True) if not state]
         means = iter(_counted(ctx.schedule, ctx.dims, grads))
         return [None if state else next(means) for state in is_state]
 
 
 class Shared(Peeled):
-    """``Shared.apply(schedule, None, dims, index, *tangents)``: the tangents of parameters that all ranks share.
-
-    It is the identity; its transpose is the exact mean, so tangents' derivatives are reduced as parameters' are.
+    """``Shared.apply(schedule, None, dims, index, *tangents)``: the tangents of parameters that all ranks share. It is
+    the identity; its transpose is the exact mean, so tangents' derivatives are reduced as parameters' are.
     """
 
     @staticmethod
@@ -296,12 +265,11 @@ class Fence(Peeled):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
-        return _views([zero() if t is None else t for t, zero in zip(tangents[4:], ctx.zeros, strict=True)])
+        return _views(_filled(tangents[4:], ctx.zeros))
 
 
 class Marker(Peeled):
     """``Marker.apply(schedule, bucket, dims, index, *parameters, *states) -> (*parameters, token)``: starts the bucket.
-
     Identity on the parameters. The cotangent of a state is its next value. Without a fence there is no token.
     """
 
@@ -348,7 +316,6 @@ class Marker(Peeled):
 
 class Tie(Function):
     """``Tie.apply(schedule, tokens, kept, *tokens, *kept, *successors, *outputs) -> outputs``: leads to every marker.
-
     Identity on the outputs. The cotangent of each kept tensor is its successor.
     """
 
@@ -373,7 +340,7 @@ class Tie(Function):
             ctx.schedule.enter()
             links = [torch.zeros_like(token) for token in tokens]
         else:
-            Begin.apply(ctx.schedule)
+            _begin(ctx.schedule)
             # Zero in value, but batched and differentiable wherever the cotangents and parameters are, so that the
             # markers take part at every level of every transform.
             link = torch.zeros_like(cotangents[0].sum())
@@ -405,7 +372,7 @@ class Tie(Function):
 
 
 def put_on(
-    schedule: Schedule, params: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]
+    schedule: Schedule, params: Tensors, states: Sequence[Tensors]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Put markers on `params`, each with its state tensors; returns (marked parameters, tokens)."""
     plan = schedule.plan
@@ -426,10 +393,7 @@ def put_on(
 
 
 def tie(
-    schedule: Schedule,
-    tokens: Sequence[torch.Tensor],
-    outputs: Sequence[torch.Tensor],
-    kept: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+    schedule: Schedule, tokens: Tensors, outputs: Tensors, kept: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 ) -> list[torch.Tensor]:
     """Tie `outputs` to every marker. Each kept pair is a tensor and the cotangent that it gets."""
     before, after = [x for x, _ in kept], [y for _, y in kept]
@@ -437,16 +401,14 @@ def tie(
 
 
 def reduce_gradients(
-    schedule: Schedule, grads: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]
+    schedule: Schedule, grads: Tensors, states: Sequence[Tensors]
 ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
     """Reduce gradients: (reduced gradients, next states). This is differentiable, as the marker's backward pass is."""
     plan, index = schedule.plan, _index(schedule.plan.axis)
-    Begin.apply(schedule)
-    link = torch.zeros((), device="cpu")
-    started: list[torch.Tensor] = []
+    _begin(schedule)
+    link, started = torch.zeros((), device="cpu"), list[torch.Tensor]()
     for bucket in plan.buckets:
-        tensors = plan.tensors_of(bucket, grads, states)
-        started.extend(Launch.apply(schedule, bucket.index, (), index, link, *tensors))
+        started += Launch.apply(schedule, bucket.index, (), index, link, *plan.tensors_of(bucket, grads, states))
     results = iter(Wait.apply(schedule, None, (), index, *started))
     reduced: dict[int, torch.Tensor] = {}
     advanced: dict[int, list[torch.Tensor]] = {}
@@ -460,20 +422,16 @@ _GRAD = attrgetter("grad")
 
 
 class Leaves:
-    """Leaves for the parameters of a schedule's plan, whose hooks start its buckets; `states`: each one's tensors.
+    """Leaves for a plan's parameters, whose hooks start its buckets; a single one is ready when the pass is over."""
 
-    A single bucket needs no hooks: it is ready when the pass is over.
-    """
-
-    def __init__(self, schedule: Schedule, params: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]):
+    def __init__(self, schedule: Schedule, params: Tensors, states: Sequence[Tensors]):
         self._states = states
         self._missing: dict[int, int] = {}
         self.leaves = [*map(torch.Tensor.requires_grad_, map(torch.Tensor.detach, params))]
         for bucket in schedule.plan.buckets if len(schedule.plan.buckets) > 1 else ():
             self._missing[bucket.index] = len(bucket.members)
             for member in bucket.members:
-                arrived = partial(self._arrived, bucket, schedule)
-                self.leaves[member].register_post_accumulate_grad_hook(arrived)
+                self.leaves[member].register_post_accumulate_grad_hook(partial(self._arrived, bucket, schedule))
 
     def _arrived(self, bucket: Bucket, schedule: Schedule, _: torch.Tensor) -> None:
         if not self._missing[bucket.index]:
@@ -483,39 +441,34 @@ class Leaves:
             )
         self._missing[bucket.index] -= 1
         if not self._missing[bucket.index]:
-            self.start(bucket, schedule)
+            with torch.no_grad():
+                schedule.start(bucket.index, (), self.taken(bucket))
 
-    def start(self, bucket: Bucket, schedule: Schedule) -> None:
-        """Start a bucket with the gradients that have come; with zeros where none has."""
+    def taken(self, bucket: Bucket) -> Tensors:
+        """The gradients of a bucket that have come, zeros where none has, and the states."""
         leaves = [*map(self.leaves.__getitem__, bucket.members)]
         grads = [*map(_GRAD, leaves)]
         if type(None) in map(type, grads):
             grads = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, grads, strict=True)]
         for leaf in leaves:
             leaf.grad = None
-        with torch.no_grad():
-            states = chain.from_iterable(map(self._states.__getitem__, bucket.members))
-            schedule.start(bucket.index, (), [*grads, *states])
-
-    def finish(self, schedule: ProcessSchedule) -> None:
-        """The backward pass of `schedule` is over: start the buckets that it hasn't reached."""
-        for bucket in schedule.plan.buckets:
-            if self._missing[bucket.index] or bucket.index in schedule.early:
-                self.start(bucket, schedule)
+        return [*grads, *chain.from_iterable(map(self._states.__getitem__, bucket.members))]
 
 
 def defer(
-    schedule: ProcessSchedule, params: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]
+    schedule: ProcessSchedule, params: Tensors, states: Sequence[Tensors]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Have a pass without a fence start the buckets of `schedule`; `states`: each parameter's tensors.
-
-    Returns (what the step is given, what its loss is differentiated with respect to).
-    """
-    first, *others = schedule.plan.buckets
-    if not can_raise_priority() or not (others or len(params) > FEW):
+    """Have a pass without a fence start the buckets: (what the step gets, what to differentiate with respect to)."""
+    plan = schedule.plan
+    if not can_raise_priority() or not (len(plan.buckets) > 1 or len(params) > FEW):
         made = Leaves(schedule, params, states)
-        schedule.on_end = made.finish if others else partial(made.start, first)
+        schedule.late = made.taken
         return made.leaves, made.leaves
+
+    def late(bucket: Bucket) -> Tensors:
+        tensors, count = plan.tensors_of(bucket, params, states), len(bucket.members)
+        return [*map(torch.zeros_like, tensors[:count]), *tensors[count:]]
+
     marked, _ = put_on(schedule, params, states)
-    schedule.on_end = partial(ProcessSchedule.start_unreached, params=params, states=states)
+    schedule.late = late
     return marked, [SOURCE]

@@ -1,8 +1,7 @@
 """What ranks that are processes do in a backward pass: its step summary, and several buckets at once on channels.
 
 :class:`ProcessSchedule` takes the gradients from the markers and makes the buckets' programs. Its :class:`Pending`, a
-new one for each pass, owns what the pass sends. An :class:`ltx.core.gradients.exchange.Exchange` and
-:func:`ltx.hooks.to_torch` have a :class:`Pending` too.
+new one for each pass, owns what the pass sends, as those of an exchange and of :func:`ltx.hooks.to_torch` do.
 
 Each phase of a hook (its first collective, its second, ...) has a channel of its own. On each channel collectives go
 out in bucket order, so all ranks issue in the same order, in whatever order gradients come and collectives complete.
@@ -19,43 +18,32 @@ from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
 from operator import attrgetter
+from typing import Any
 
 import torch
 
 from ltx.core import comm
 from ltx.core.base.errors import StepError, StrategyError, UnsupportedError
-from ltx.core.base.private import graph_task, run_backward
+from ltx.core.base.private import Tensors, graph_task, run_backward
 from ltx.core.comm.backends import CommStream
+from ltx.core.gradients import reduction
 from ltx.core.gradients.buffers import pack, unpack
-from ltx.core.gradients.comm_hook import CommHook, phases_on, program_of
+from ltx.core.gradients.comm_hook import CommHook, phases_on
 from ltx.core.gradients.planning import Plan, grads_kept
-from ltx.core.gradients.reduction import (
-    Bucket,
-    BucketInput,
-    CollectiveRequest,
-    LeafState,
-    Program,
-    ProgramOf,
-    Reduced,
-    Request,
-    advance,
-    collective_alone,
-)
+from ltx.core.gradients.reduction import Bucket, BucketInput, LeafState, Program, Reduced, UpdateShared
 from ltx.core.gradients.schedule import Dims, GraphSchedule, ImmediateSchedule, Schedule
 
 _LAYOUT = attrgetter("layout")
+Scalar = torch.Tensor | float
 
 
 class Pending:
     """What one pass sends: its step summary, if it has one, and its buckets in the order of their launches.
 
     Args:
-        axis_comm: buckets go out on its channels.
-        among: the ranks that are in the pass, if not all ranks are.
-        channel_of: the channel of a phase.
-        what: the word for a bucket in errors.
-        streams: those that reduce buckets, by devices; None for a device whose waits block the host. By default the
-            axis is asked.
+        axis_comm: buckets go out on its channels. among: the ranks that are in the pass, if not all ranks are.
+        channel_of: the channel of a phase. what: the word for a bucket in errors.
+        streams: those that reduce buckets, by devices; None where waits block the host. By default the axis is asked.
     """
 
     def __init__(
@@ -68,7 +56,7 @@ class Pending:
     ):
         self._comm, self.among = axis_comm, among or axis_comm
         self._channel_of, self._what = channel_of, what
-        self.summed = False  # whether :meth:`total` will be called
+        self.summed = False  # whether the transport shall sum results
         self.sent = 0  # the number of collectives that this rank had issued before the pass
         self.launched: list[Program] = []
         self._streams = {} if streams is None else streams  # they enqueue whole programs
@@ -114,13 +102,10 @@ class Pending:
     # --- its buckets -------------------------------------------------------------------------------------------------
 
     def launch(self, ready: dict[int, Program], phases: int, then: Callable[[Reduced], None] | None = None) -> None:
-        """Take the programs whose turn it is out of `ready`, which has them by bucket, and start them.
-
-        `phases`: how many collectives each may ask for. `then` gets each result as soon as it is complete, on the
-        stream that makes it.
-
-        A hook without collectives may wait for something else, for which peers in their backward pass mustn't wait. So
-        such a hook runs only when the bucket is waited for.
+        """Take the programs whose turn it is out of `ready`, which has them by bucket, and start them. `phases`: how
+        many collectives each may ask for. `then` gets each result as soon as it is complete, on the stream that makes
+        it. A hook without collectives may wait for something else, for which peers in their backward pass mustn't
+        wait, so it runs only when the bucket is waited for.
         """
         while (program := ready.pop(place := len(self.launched), None)) is not None:
             program.phases, program.then = phases, then
@@ -144,20 +129,19 @@ class Pending:
 
     def reduce(self, hook: CommHook, inputs: BucketInput, then: Callable[[Reduced], None] | None = None) -> None:
         """Start the reduction of the next bucket by `hook`, and continue the buckets before it."""
-        self.launch({len(self.launched): program_of(hook, inputs)}, phases_on(hook, self._comm.size), then)
+        reads = [inputs.flat, *chain.from_iterable(map(dict.values, inputs.states))]
+        program = Program(hook.reduce(inputs), reads, hook)
+        self.launch({len(self.launched): program}, phases_on(hook, self._comm.size), then)
         self.poll()
 
     def _advance(self, place: int, whole: bool = False) -> None:
-        """Wait for a reduction's collective, run the reduction up to its next collective, and issue this one.
-
-        `whole`: go on to the end, as waits don't block the host.
-        """
+        """Wait for a reduction's collective, and issue its next one; if `whole`, all, as waits don't block."""
         program = self.launched[place]
         result = program.work.wait() if program.work is not None else None
         # Inference tensors have no version counter.
         arrived, version = result, None if result is None or result.is_inference() else result._version
-        while isinstance(request := advance(program.requests, result), Request):
-            if isinstance(request, CollectiveRequest):
+        while isinstance(request := reduction.advance(program.requests, result), reduction.Request):
+            if isinstance(request, reduction.CollectiveRequest):
                 if program.phase == program.phases:
                     raise StrategyError(
                         f"rank {self._comm.rank}: {program.hook!r} asks for more than {program.phase} collectives in "
@@ -165,8 +149,8 @@ class Pending:
                     )
                 axis_comm = self._comm
                 if request.axis is not None:
-                    if request.axis.comm is None:
-                        result = collective_alone(request)
+                    if request.axis.comm is None:  # this rank alone
+                        result = reduction.answer_at_once(request, request.axis)
                         continue
                     axis_comm = request.axis.comm
                 if request.operation != "psum":
@@ -210,10 +194,6 @@ class Pending:
         self.poll()
         return all(pending.completed is not None for pending in self.launched)
 
-    def total(self, place: int) -> float | None:
-        """The sum of all elements of a complete bucket, or NaN; None if no sum was taken."""
-        return self.launched[place].total
-
     def wait_each(self) -> Iterator[Reduced]:
         """The results of all buckets in order, each as soon as it is complete."""
         # Rounds: each unfinished reduction continues by one collective, in bucket order, which keeps every phase's
@@ -227,8 +207,7 @@ class Pending:
                     program = self.launched[given]
                     if program.fence is not None:  # the current stream waits for what is complete or enqueued
                         flat, states = reduced
-                        made = [tensor for state in states for tensor in state.values()] if any(states) else []
-                        program.fence([flat, *made], program.reads)
+                        program.fence([flat, *(x for state in states for x in state.values())], program.reads)
                         program.fence, program.reads = None, ()
                     yield reduced
                     given += 1
@@ -242,13 +221,12 @@ class Pending:
 class ProcessSchedule(Schedule):
     """Asynchronous reductions on the bucket channels of an axis, launched in bucket order (:class:`Pending`).
 
-    With `deferred` there is no fence: the caller of the step begins the pass and waits for its buckets one by one.
+    With `deferred` there is no fence: the caller of the step begins the pass and waits for its buckets one by one. If
+    the hook stays within a part of the axis, the step summary does too: other ranks needn't be in this pass.
 
-    If the hook stays within a part of the axis, the step summary does too: other ranks needn't be in this pass.
-
-    On a stream-ordered backend buckets share a communicator with the user's collectives. If the graph has such
-    collectives, their backward passes come before or after a bucket, not always the same on all ranks. So buckets then
-    wait until the backward pass is over.
+    On a stream-ordered backend buckets share a communicator with the user's collectives. If the graph has such, their
+    backward passes come before or after a bucket, not always the same on all ranks. So buckets then wait until the
+    backward pass is over.
     """
 
     threaded = False
@@ -258,10 +236,9 @@ class ProcessSchedule(Schedule):
         assert plan.axis.comm
         self.fenced = not deferred
         self.comm: comm.AxisComm = plan.axis.comm
-        #: Called with this schedule when the backward pass is over, to start the buckets that the pass hasn't reached.
-        self.on_end: Callable[[ProcessSchedule], None] = lambda _: None
+        self.late: Any = None  # gives ``[*gradients, *states]`` of a bucket to which a deferred pass hasn't come
         #: Makes the program of a bucket whose gradients are ready; :meth:`program` if None.
-        self.program_of: ProgramOf | None = None
+        self.program_of: reduction.ProgramOf | None = None
         ordered = plan.streams.values()
         self._shared, self._polls = any(ordered), not all(ordered)
         self._in_graphs, self._held = _issued_in_graphs() if self._shared else 0, False
@@ -275,11 +252,7 @@ class ProcessSchedule(Schedule):
         return self.comm if part is None or part.comm is None else part.comm
 
     def send_summary(
-        self,
-        name: str = "a backward pass",
-        total: torch.Tensor | float = 0.0,
-        weight: torch.Tensor | float = 0.0,
-        sums: bool = False,
+        self, name: str = "a backward pass", total: Scalar = 0.0, weight: Scalar = 0.0, sums: bool = False
     ) -> None:
         """Begin the step summary, ahead of the buckets, as `begin_pass` does. `sums`: :meth:`total` will be called."""
         pending, agreement, unreduced = self.pending, self.plan.agreement, self.unreduced()
@@ -313,11 +286,8 @@ class ProcessSchedule(Schedule):
         self._batches: dict[int, torch.Size] = {}
         self._ready: dict[int, Program] = {}
 
-    def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Make the program of a bucket whose gradients are ready, and launch the buckets whose turn it is.
-
-        In a deferred pass, gradients may be None, or come a second time.
-        """
+    def start(self, index: int, dims: Dims, tensors: Tensors) -> tuple[torch.Tensor, ...]:
+        """A bucket's gradients are ready: launch what can be. In a deferred pass they may be None, or come twice."""
         bucket = self.plan.buckets[index]
         grads, states = tensors[: len(bucket.members)], tensors[len(bucket.members) :]
         try:
@@ -351,39 +321,28 @@ class ProcessSchedule(Schedule):
         else:
             self.abandon(error)
 
-    def backward(
-        self,
-        objectives: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        cotangents: Sequence[torch.Tensor] | None = None,
-        again: bool = False,
-        own: Sequence[torch.Tensor] = (),
-    ) -> None:
-        """Run a deferred pass from `objectives`; empty if no parameter is reached. `again`: it may run once more.
-
+    def backward(self, losses: Tensors, inputs: Tensors, cotangents: Tensors | None, again: bool, own: Tensors) -> None:
+        """Run a deferred pass from `losses`; empty if no parameter is reached. `again`: it may run once more.
         `own`: leaves beside the parameters, by which the pass comes to Functions that run passes inside of it.
         """
         self._passes_inside = bool(own)
         self.begin()
-        on_end = self.on_end
-        for objective in objectives:
-            if objective.grad_fn is not None:
-                objective.grad_fn.register_prehook(self._entered)
-        if objectives:
+        for loss in losses:
+            if loss.grad_fn is not None:
+                loss.grad_fn.register_prehook(self._entered)
+        if losses:
             with comm.span("backward"), grads_kept(own) if own else comm.NOTHING:
-                run_backward(objectives, cotangents, again, [*inputs, *own])
-        self.launch()
-        self.on_end = on_end if again else self.on_end
+                run_backward(losses, cotangents, again, [*inputs, *own])
+        self.launch(again)
 
     def _entered(self, _: object) -> None:
         self.task = graph_task()
 
     def _joined(self, index: int, grads: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """All gradients of a bucket that have come so far; () if it has to wait for more.
-
-        A reversible layer runs a backward pass inside of this one (``y.backward(dy)`` in its Function), which may bring
-        gradients that the loss' graph doesn't know of. So a bucket starts when this pass has come to it and each
-        parameter has a gradient, if no such layer is known to come, or when the pass is over.
+        """All gradients of a bucket that have come so far; () if it has to wait for more. A reversible layer runs a
+        backward pass inside of this one (``y.backward(dy)`` in its Function), which may bring gradients that the loss'
+        graph doesn't know of. So a bucket starts when this pass has come to it and each parameter has a gradient, if
+        no such layer is known to come, or when the pass is over.
         """
         if graph_task() == self.task:
             self._reached.add(index)
@@ -402,32 +361,20 @@ class ProcessSchedule(Schedule):
         self.early[index] = list(grads)
         return ()
 
-    def start_unreached(self, params: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Start the buckets that lack gradients, with zeros, since peers wait for them: the loss doesn't reach all."""
+    def launch(self, again: bool = False) -> None:
+        """The pass is over: start the buckets that it hasn't come to, as peers wait for them, and launch all."""
+        self.task, self._passes_inside = graph_task(), False
         for bucket in self.plan.buckets if len(self._batches) < len(self.plan.buckets) else ():
             if bucket.index not in self._batches:
-                tensors, count = self.plan.tensors_of(bucket, params, states), len(bucket.members)
-                early = self.early.pop(bucket.index, [None] * count)
-                self._reached.add(bucket.index)
                 with torch.no_grad():
-                    grads = [torch.zeros_like(x) if g is None else g for x, g in zip(tensors, early, strict=False)]
-                    self.start(bucket.index, (), [*grads, *tensors[count:]])
-
-    def launch(self) -> None:
-        """The backward pass is over: launch the buckets that weren't launched."""
-        on_end, self.on_end, self.task = self.on_end, lambda _: None, graph_task()
-        self._passes_inside = False
-        on_end(self)
+                    self.start(bucket.index, (), self.late(bucket))
+        self.late = self.late if again else None
         if self._ready:
             self.pending.launch(self._ready, self._phases)
         self.program_of = None  # it holds the step
 
     def program(
-        self,
-        bucket: Bucket,
-        tensors: Sequence[torch.Tensor],
-        states: Sequence[LeafState],
-        update: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None,
+        self, bucket: Bucket, tensors: Tensors, states: Sequence[LeafState], update: UpdateShared | None = None
     ) -> Program:
         """The program that reduces `tensors`, which are packed now; `update` as in :class:`BucketInput`."""
         plan, batch = self.plan, self._batches[bucket.index]
@@ -441,7 +388,6 @@ class ProcessSchedule(Schedule):
             comm.note_packed("bucket", hook, bucket)
         flat = pack(tensors, bucket, hook, plan.axis.size, states, batch, room)
         inputs = plan.bucket_input(bucket, flat.view(-1), states, update)
-        # :func:`program_of`, a call less for each bucket
         reads = [inputs.flat, *chain.from_iterable(map(dict.values, states))]
         return Program(hook.reduce(inputs), reads, hook, samples=batch)
 
@@ -455,14 +401,14 @@ class ProcessSchedule(Schedule):
     def total(self, bucket: Bucket) -> float | None:
         """The sum of all gradients of a complete bucket, or NaN; None if no sum was taken."""
         same = self.hook_of(bucket).packing(bucket.dtype, self.plan.axis.size).dtype == bucket.dtype
-        return self.pending.total(bucket.index) if same else None
+        return self.pending.launched[bucket.index].total if same else None
 
     @property
     def _phases(self) -> int:
         """How many collectives each bucket of this pass may issue."""
         return phases_on(self.hook_of(), self.plan.axis.size) if self.again else self.plan.phases
 
-    def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def wait(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
         try:
             if len(self._batches) < len(self.plan.buckets):
                 raise inner_pass("data_parallel")  # it has come to the fence first

@@ -1,10 +1,8 @@
-"""Plans: they follow from tensors, bucket sizes and a hook, and say which collectives every rank will issue.
-
-A plan is a pure function of shapes, dtypes and sizes, so every rank makes the same one. Buckets are launched in the
-order of the plan, whatever the order in which they become ready.
-
-Ranks compare a plan when it is new. A plan says which leaves are reduced, in which order their gradients are
+"""Plans say which collectives every rank will issue: which leaves are reduced, in which order their gradients are
 expected, and how large buckets are.
+
+A plan is a pure function of shapes, dtypes, sizes and a hook, so every rank makes the same one; ranks compare it when
+it is new. Buckets are launched in its order, whatever the order in which they become ready.
 """
 
 from __future__ import annotations
@@ -26,10 +24,11 @@ from ltx.core import comm
 from ltx.core.base import private, tree
 from ltx.core.base.arguments import check_fields, check_whole, seconds
 from ltx.core.base.errors import StrategyError, UnsupportedError
+from ltx.core.base.private import Tensors
 from ltx.core.base.readable import Readable
 from ltx.core.gradients.buffers import pack_pure
 from ltx.core.gradients.comm_hook import CommHook, phases_on, shared_part, stateful_hook
-from ltx.core.gradients.reduction import Bucket, BucketInput, Leaf, LeafState
+from ltx.core.gradients.reduction import Bucket, BucketInput, Leaf, LeafState, UpdateShared
 from ltx.core.ranks.axis import Axis
 from ltx.typing import Tree
 
@@ -47,7 +46,8 @@ _TINY = 64
 
 #: For each leaf, the names of its communication state's tensors.
 Names = tuple[tuple[str, ...], ...]
-
+Order = tuple[int, ...]
+Hooks = tuple[CommHook, ...]
 
 #: Whether a data-parallel step runs in this thread, or a checkpoint runs a part of a step again.
 in_step: ContextVar[bool] = ContextVar("in_step", default=False)
@@ -65,22 +65,19 @@ def tracked(tensor: torch.Tensor) -> bool:
         return tensor.requires_grad and torch.is_grad_enabled()
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return False
-    # `requires_grad` of a wrapper is about its own level alone.
-    while not tensor.requires_grad:
-        if not private.is_wrapped(tensor):
-            return False
+    while not tensor.requires_grad and private.is_wrapped(tensor):  # a wrapper's is about its own level alone
         tensor = private.unwrapped_once(tensor)
-    return True
+    return tensor.requires_grad
 
 
-def all_tracked(tensors: Sequence[torch.Tensor]) -> list[int]:
+def all_tracked(tensors: Tensors) -> list[int]:
     """The indices of the :func:`tracked` tensors."""
     if private.in_transform():
         return [i for i, x in enumerate(tensors) if tracked(x)]
     return [i for i, x in enumerate(tensors) if x.requires_grad] if torch.is_grad_enabled() else []
 
 
-def any_derivative(tensors: Sequence[torch.Tensor]) -> bool:
+def any_derivative(tensors: Tensors) -> bool:
     """Whether some tensor is :func:`tracked` or has a tangent; under transforms, whether it may have one."""
     if all_tracked(tensors):
         return True
@@ -97,7 +94,7 @@ def requires_grad(leaves: Iterable[Any]) -> bool:
 
 
 @contextmanager
-def grads_kept(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+def grads_kept(leaves: Tensors) -> Iterator[None]:
     """A backward pass in the block may be asked for these leaves, to come to what leads to them: ``.grad`` stays."""
     before = [x.grad if x.is_leaf or x.retains_grad else None for x in leaves]
     for x in leaves:
@@ -109,7 +106,7 @@ def grads_kept(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
             x.grad = grad
 
 
-def differentiable(tensors: Sequence[torch.Tensor]) -> list[int]:
+def differentiable(tensors: Tensors) -> list[int]:
     """The indices of the tensors that can have a gradient."""
     if all(map(torch.Tensor.is_floating_point, tensors)):
         return list(range(len(tensors)))
@@ -126,21 +123,19 @@ class Plan:
     state_names: Names
     step: int | None = None  # the number of synchronised steps before this one; None if the hook doesn't read it
     clock: torch.Tensor | None = None  # in a compiled graph, where `step` is constant: added to `step`
-    hooks: tuple[CommHook, ...] = ()  # the buckets' hooks, if parameters have different ones
+    hooks: Hooks = ()  # the buckets' hooks, if parameters have different ones
     agreement: comm.Agreement | None = None  # the ranks' agreement on the plan, if they compared it
 
     def hook_of(self, bucket: Bucket) -> CommHook:
         return self.hooks[bucket.index] if self.hooks else self.hook
 
     @staticmethod
-    def tensors_of(
-        bucket: Bucket, leaves: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]
-    ) -> list[torch.Tensor]:
+    def tensors_of(bucket: Bucket, leaves: Tensors, states: Sequence[Tensors]) -> list[torch.Tensor]:
         """``[*leaves, *state tensors]`` of a bucket."""
         its_states = map(states.__getitem__, bucket.members)
         return [*map(leaves.__getitem__, bucket.members), *chain.from_iterable(its_states)]
 
-    def states_of(self, bucket: Bucket, flat_states: Sequence[torch.Tensor]) -> list[LeafState]:
+    def states_of(self, bucket: Bucket, flat_states: Tensors) -> list[LeafState]:
         """State tensors of a bucket, by leaf and name; an empty dict for each leaf without state."""
         if not flat_states:
             return [*map(dict, repeat((), len(bucket.members)))]
@@ -167,11 +162,8 @@ class Plan:
     @cached_property
     def is_state(self) -> tuple[bool, ...]:
         """For each tensor, in the order of :meth:`Schedule.wait`, whether it belongs to a state."""
-        flags: list[bool] = []
-        for bucket in self.buckets:
-            flags += [False] * len(bucket.members)
-            flags += [True for member in bucket.members for _ in self.state_names[member]]
-        return tuple(flags)
+        counts = [(len(b.members), sum(len(self.state_names[member]) for member in b.members)) for b in self.buckets]
+        return tuple(flag for leaves, states in counts for flag in (*(False,) * leaves, *(True,) * states))
 
     def lasts(self, count: int) -> bool:
         """Whether it is the plan of later steps on these `count` leaves too: of all of them, by a stateless hook."""
@@ -201,18 +193,17 @@ class Plan:
         """The path of a leaf; its place if ranks haven't compared the plan."""
         return member if self.agreement is None else self.agreement.signature.leaves[member][0]
 
-    def refuse_sparse(self, bucket: Bucket, grads: Sequence[torch.Tensor]) -> None:
+    def refuse_sparse(self, bucket: Bucket, grads: Tensors) -> None:
         """Raise unless all gradients of a bucket are dense."""
-        for place, grad in enumerate(grads):
+        for member, grad in zip(bucket.members, grads, strict=True):
             if grad.layout is not torch.strided:
-                path = self.path_of(bucket.members[place])
                 raise UnsupportedError(
-                    f"rank {self.axis.rank}: the gradient of leaf {path!r} (shape {list(grad.shape)}) has layout "
-                    f"{grad.layout}, and buckets hold dense ones. Use nn.Embedding(sparse=False), or "
+                    f"rank {self.axis.rank}: the gradient of leaf {self.path_of(member)!r} (shape {list(grad.shape)}) "
+                    f"has layout {grad.layout}, and buckets hold dense ones. Use nn.Embedding(sparse=False), or "
                     "ltx.sync_gradients on the local gradients."
                 )
 
-    def packed(self, hook: CommHook, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> BucketInput:
+    def packed(self, hook: CommHook, bucket: Bucket, tensors: Tensors) -> BucketInput:
         """The input of `hook`, from a bucket's ``[*gradients, *state tensors]``, packed without in-place operations."""
         count = len(bucket.members)
         states = self.states_of(bucket, tensors[count:])
@@ -220,11 +211,7 @@ class Plan:
         return self.bucket_input(bucket, flat, states)
 
     def bucket_input(
-        self,
-        bucket: Bucket,
-        flat: torch.Tensor,
-        states: Sequence[LeafState],
-        update: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None,
+        self, bucket: Bucket, flat: torch.Tensor, states: Sequence[LeafState], update: UpdateShared | None = None
     ) -> BucketInput:
         """The hook's view of a bucket."""
         # Each simulated rank has a clock, and all clocks are equal.
@@ -241,30 +228,21 @@ class Plan:
 
 @lru_cache(maxsize=256)
 def plan_buckets(
-    leaves: tuple[Leaf, ...],
-    arrival: tuple[int, ...],
-    bucket_bytes: int,
-    first_bucket_bytes: int,
-    groups: tuple[int, ...] = (),
-    hooks: tuple[CommHook, ...] = (),
+    leaves: tuple[Leaf, ...], arrival: Order, sizes: tuple[int, int], groups: Order = (), hooks: Hooks = ()
 ) -> tuple[Bucket, ...]:
     """Fill buckets with `leaves` in the order in which their gradients are expected, given by the places in `arrival`.
 
     A bucket is closed before its gradients would exceed its size; a larger leaf has a bucket of its own. Tiny leaves
     just before the leaf that doesn't fit go into the next bucket with it: a layer's bias arrives with its weights, and
     the closed bucket would wait for it. The first bucket is small, so that communication starts early. A bucket holds
-    one dtype on one device. The leaves of a group have a bucket of their own, whatever their sizes. `groups`: for each
-    leaf the number of its group, -1 for none; empty if there are no groups. `hooks`: for each leaf its hook, or one for
-    all. Leaves of a bucket have one hook, whose factor multiplies its size.
-
-    Buckets come in the order of launches, which is the order in which their last gradients are expected.
+    one dtype on one device, by one hook, whose factor multiplies its size. A group's leaves have a bucket of their own,
+    whatever their sizes. `groups`: each leaf's, -1 for none; empty if there are none. `hooks`: each leaf's, or one for
+    all. Buckets come in the order of launches, in which their last gradients are expected.
     """
-    open_members: dict[Any, list[int]] = {}
-    filled: dict[Any, int] = {}
-    closed: list[list[int]] = []
+    open_members, filled, closed = dict[Any, list[int]](), dict[Any, int](), list[list[int]]()
+    bucket_bytes, first_bucket_bytes = sizes
     for position in arrival:
-        leaf = leaves[position]
-        group = groups[position] if groups else -1
+        leaf, group = leaves[position], groups[position] if groups else -1
         hook = hooks[position % len(hooks)] if hooks else None
         kind = (leaf.dtype, leaf.device, group, hook)
         most = bucket_bytes * (hook.packing(leaf.dtype, 2).bucket_factor if hook else 1)
@@ -316,7 +294,7 @@ class BucketSettings(Readable):
 
 def by_path(
     owner: BucketSettings, hook: CommHook, paths: Callable[[], list[str]], order: Sequence[int], grouped: bool = True
-) -> tuple[tuple[int, ...], tuple[CommHook, ...]]:
+) -> tuple[Order, Hooks]:
     """The tensors' groups and hooks, if either depends on paths; raises if a pattern matches no path."""
     groups = owner.grouping(paths, order) if grouped else ()
     same = type(hook).each is CommHook.each  # then the paths, which take time, aren't asked for
@@ -327,7 +305,7 @@ def make_plan(
     owner: BucketSettings,
     hook: CommHook,
     axis: Axis,
-    tensors: Sequence[torch.Tensor],
+    tensors: Tensors,
     arrival: Callable[[], Sequence[int]],
     names: Names,
     step: int,
@@ -339,12 +317,11 @@ def make_plan(
     background: bool = False,
     grouped: bool = True,
 ) -> Plan:
-    """The plan for reducing `tensors`, leaves of a tree of this `structure`; ranks compare it when it is new.
-
-    A hook that changes with the step takes its form at `step`, the number of steps so far (:meth:`CommHook.at`).
-    `arrival`: the order in which this rank expects its gradients; all ranks take rank 0's, once for a plan.
-    `compare`: False inside a graph, where ranks can't wait for each other. `background`: make the plan for the
-    background channel, on which a hook has one phase. `grouped`: the strategy's groups of parameters apply.
+    """The plan for reducing `tensors`, leaves of a tree of this `structure`, by the form that `hook` has at `step`, the
+    number of steps so far; ranks compare it when it is new. `arrival`: the order in which this rank expects its
+    gradients; all ranks take rank 0's, once for a plan. `compare`: False inside a graph, where ranks can't wait for
+    each other. `background`: for the background channel, on which a hook has one phase. `grouped`: the strategy's
+    groups of parameters apply.
     """
     hook = hook.at(step)
     leaves = tuple(map(Leaf._make, map(attrgetter("shape", "dtype", "device"), tensors)))
@@ -361,8 +338,8 @@ def make_plan(
     if compare:
         channel = "background" if background else "buckets"
         agreement = axis.ranks.confirm(lambda: key, described, lambda: list(arrival()), channel)
-        if agreement is not None and agreement.plan:
-            known: Plan = agreement.plan[0]
+        if agreement is not None and agreement.plan is not None:
+            known: Plan = agreement.plan
             return replace(known, step=step) if stateful_hook(hook) else known
         axes = dict.fromkeys((axis, *hook.axes(axis)))  # asking for them opens them, which all ranks do together
         for on in () if background else axes:
@@ -372,9 +349,9 @@ def make_plan(
     if sizes[0] == HOST_BYTES and not background and on_streams:
         sizes = (STREAM_BYTES, sizes[1])
     groups, each = by_path(owner, hook, paths, order, grouped)
-    buckets = plan_buckets(leaves, order, *sizes, groups, each or (hook,))
+    buckets = plan_buckets(leaves, order, sizes, groups, each or (hook,))
     hooks = tuple(each[bucket.members[0]] for bucket in buckets) if each else ()
     plan = Plan(axis, hook, buckets, names, hooks=hooks, agreement=agreement)
     if agreement is not None:
-        agreement.plan.append(plan)
+        agreement.plan = plan
     return replace(plan, step=step) if stateful_hook(hook) else plan

@@ -1,17 +1,17 @@
 """Buckets (gradients that are sent together) and their programs: generators that reduce a bucket.
 
-A program yields a :class:`CollectiveRequest` wherever it needs the network and is sent the result; it returns the
-bucket's results. It may yield a :class:`StartedWork` too, to wait for what it has sent by other means. The reduction of
-a communication hook is a program; a training step whose ranks communicate after the optimizer has programs with the
-optimizer inside. The same program runs on every kind of axis, since drivers differ only in how they answer requests:
-asynchronously between processes (:mod:`ltx.core.gradients.pending`), as nodes of a compiled graph
-(:mod:`ltx.core.gradients.schedule`), or at once, here.
+A program yields a :class:`CollectiveRequest` wherever it needs the network and is sent the result (or a
+:class:`StartedWork`, to wait for what it has sent by other means); it returns the bucket's results. The reduction of a
+communication hook is one; where ranks communicate after the optimizer, programs have the optimizer inside. The same
+program runs on every kind of axis, since drivers differ only in how they answer requests: asynchronously between
+processes (:mod:`ltx.core.gradients.pending`), as nodes of a compiled graph (:mod:`ltx.core.gradients.schedule`), or at
+once, here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from types import GeneratorType
@@ -132,13 +132,7 @@ class Packing(NamedTuple):
 
 
 #: The collectives that a reduction may ask for, and the static arguments of their rules.
-REQUESTS: dict[str, Static] = {
-    "psum": (),
-    "all_gather": (0, 0),
-    "psum_scatter": (0, 0),
-    "all_to_all": (0, 0, 1),
-    "ppermute": (),
-}
+REQUESTS = {"psum": (), "all_gather": (0, 0), "psum_scatter": (0, 0), "all_to_all": (0, 0, 1), "ppermute": ()}
 #: The collectives whose buffer has a row for each rank.
 _BY_ROWS = ("psum_scatter", "all_to_all")
 
@@ -220,6 +214,8 @@ class StartedWork:
 
 #: What a reduction may yield.
 Request = CollectiveRequest | StartedWork
+#: From reduced gradients, which may be overwritten, to the parameters that this rank's optimizer makes.
+UpdateShared = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -248,7 +244,7 @@ class BucketInput:
     known_step: int | torch.Tensor | None = None
     last: bool = True
     axis: Axis | None = None
-    update: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
+    update: UpdateShared | None = None
 
     @property
     def step(self) -> int | torch.Tensor:
@@ -259,8 +255,7 @@ class BucketInput:
         """
         if self.known_step is None:
             raise StrategyError(
-                "a hook without state reads inputs.step, and steps aren't counted for it. Set reads_step = True in its "
-                "class."
+                "a hook without state reads inputs.step, which isn't counted. Set reads_step = True in its class."
             )
         return self.known_step
 
@@ -274,27 +269,19 @@ Reduction = Generator[Request, torch.Tensor, Reduced]
 
 @dataclass(eq=False)
 class Program:
-    """The program of a bucket, and how far it is (:class:`ltx.core.gradients.pending.Pending`).
-
-    Attributes:
-        requests: the generator. reads: the tensors that it reads; they are kept until it is complete. hook: named in
-            errors. phases: how many collectives it may ask for. then: is given the result as soon as it is complete.
-            work: the collective that it waits for. phase: how many it has asked for. completed: its result. total: the
-            sum of its elements, if the transport knows it. fence: None once the waiting stream is behind the result.
-            samples: under vmap, the shape of the batch of gradients; else ().
-    """
+    """The program of a bucket, and how far it is (:class:`ltx.core.gradients.pending.Pending`)."""
 
     requests: Reduction
-    reads: Sequence[torch.Tensor]
-    hook: Any
-    phases: int = 0
-    then: Callable[[Reduced], None] | None = None
-    work: Any = None
-    phase: int = 0
+    reads: Sequence[torch.Tensor]  # what it reads, kept until it is complete
+    hook: Any  # named in errors
+    phases: int = 0  # how many collectives it may ask for
+    then: Callable[[Reduced], None] | None = None  # is given the result as soon as it is complete
+    work: Any = None  # the collective that it waits for
+    phase: int = 0  # how many it has asked for
     completed: Reduced | None = None
-    total: float | None = None
-    fence: Callable[..., None] | None = None
-    samples: Sequence[int] = ()
+    total: float | None = None  # the sum of the result's elements, if the transport knows it
+    fence: Callable[..., None] | None = None  # None once the waiting stream is behind the result
+    samples: Sequence[int] = ()  # under vmap, the shape of the batch of gradients
 
 
 #: ``(bucket, gradients, states)`` -> the program of that bucket, which has packed the gradients.
@@ -302,10 +289,7 @@ ProgramOf = Callable[[Bucket, Sequence[torch.Tensor], Sequence[LeafState]], Prog
 
 
 def advance(program: Generator[Request, torch.Tensor, Any], result: torch.Tensor | None = None) -> Any:
-    """Run `program` up to its next request; return the request, or the program's result at its end.
-
-    `result`: the answer to its last request; None at the beginning.
-    """
+    """Run `program` up to its next request, or its result. `result` answers the last request; None at the beginning."""
     if type(program) is not GeneratorType and not isinstance(program, Generator):
         raise StrategyError(
             f"a hook's reduce returned a {type(program).__name__} and has no yield. Ask for what other ranks have: "
@@ -355,8 +339,3 @@ def answer_at_once(request: CollectiveRequest, axis: Axis) -> torch.Tensor:
     request.check(axis.size)
     static = request.arguments or REQUESTS[request.operation]
     return apply(request.operation, static, axis, [request.buffer])[0]
-
-
-def collective_alone(request: CollectiveRequest) -> torch.Tensor:
-    """The result of a collective on an axis of one rank."""
-    return answer_at_once(replace(request, axis=Axis("alone", 1)), Axis("alone", 1))

@@ -1,16 +1,14 @@
 """Schedules: how the buckets of one backward pass are reduced.
 
 The backward pass calls ``start(index, dims, tensors)`` as soon as a bucket's gradients are ready, and ``wait(tensors)``
-at the fence, after the last bucket.
-
-Tensors come as ``[*gradients, *state tensors]`` of the bucket. While they pass through vmap levels they gain leading
-dimensions; `dims` lists them, outermost first, True for the simulated axis itself.
+at the fence, after the last bucket. Tensors are the bucket's ``[*gradients, *state tensors]``. While they pass through
+vmap levels they gain leading dimensions; `dims` lists them, outermost first, True for the simulated axis itself.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -20,19 +18,12 @@ import torch
 
 from ltx.core.base import private
 from ltx.core.base.errors import UnsupportedError
+from ltx.core.base.private import Tensors
 from ltx.core.comm.operations import OPERATIONS, mark_started
 from ltx.core.gradients.buffers import unpack
 from ltx.core.gradients.comm_hook import CommHook, ExactSum, counts_as, reduce_at_once
 from ltx.core.gradients.planning import Plan
-from ltx.core.gradients.reduction import (
-    Bucket,
-    CollectiveRequest,
-    Reduction,
-    StartedWork,
-    advance,
-    answer_at_once,
-    collective_alone,
-)
+from ltx.core.gradients.reduction import Bucket, CollectiveRequest, Reduction, StartedWork, advance, answer_at_once
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import Levels
 
@@ -77,14 +68,14 @@ class Schedule(ABC):
         """The backward pass begins."""
 
     @abstractmethod
-    def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def start(self, index: int, dims: Dims, tensors: Tensors) -> tuple[torch.Tensor, ...]:
         """Bucket `index` is ready. Returns tensors of the same shapes, which :meth:`wait` takes and may replace."""
 
     @abstractmethod
-    def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def wait(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
         """All buckets were started: return the reduced gradients and next states, bucket after bucket."""
 
-    def _check_batchable(self, dims: Dims, states: Sequence[torch.Tensor]) -> None:
+    def _check_batchable(self, dims: Dims, states: Tensors) -> None:
         if dims and not ((hook := self.hook_of()).reach == "element" and (self.again or not states)):
             raise UnsupportedError(
                 f"{hook!r} can't reduce gradients of several samples at once between processes. For per-sample "
@@ -94,15 +85,14 @@ class Schedule(ABC):
 
 
 class ImmediateSchedule(Schedule):
-    """The schedule on simulated ranks and in a world of one: each bucket is reduced completely when it is ready.
-
-    In a world of one the reductions of a plain pass begin in bucket order, and work that they have started themselves
+    """The schedule on simulated ranks and in a world of one: each bucket is reduced completely when it is ready. In a
+    world of one the reductions of a plain pass begin in bucket order, and work that they have started themselves
     (:class:`ltx.core.gradients.reduction.StartedWork`) is waited for at the fence.
     """
 
     def __init__(self, plan: Plan):
         super().__init__(plan)
-        self._ready: dict[int, Sequence[torch.Tensor]] = {}
+        self._ready: dict[int, Tensors] = {}
         self._begun: list[tuple[Reduction, Any]] = []  # each with the work that it waits for, or its result
 
     def begin(self) -> None:
@@ -115,7 +105,7 @@ class ImmediateSchedule(Schedule):
             request = advance(reduction, answer_at_once(request, self.plan.axis))
         return request
 
-    def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def start(self, index: int, dims: Dims, tensors: Tensors) -> tuple[torch.Tensor, ...]:
         plan, bucket = self.plan, self.plan.buckets[index]
         if not dims and plan.axis.size == 1:
             self._ready[index] = tensors
@@ -130,9 +120,9 @@ class ImmediateSchedule(Schedule):
             flat, following = reduce_at_once(hook, axis, replace(plan, axis=axis).packed(hook, bucket, mine))
             return (*unpack(flat, bucket), *plan.flatten_states(bucket, following))
 
-        return _under_vmaps(one_rank, dims, plan.axis, tensors)
+        return _under_vmaps(one_rank, dims, plan.axis, tensors, ())
 
-    def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def wait(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
         if not self._begun:
             return tuple(t.view_as(t) for t in tensors)
         outs: list[torch.Tensor] = []
@@ -146,11 +136,7 @@ class ImmediateSchedule(Schedule):
 
 
 def _under_vmaps(
-    body: Callable[..., tuple[torch.Tensor, ...]],
-    dims: Dims,
-    axis: Axis,
-    tensors: Sequence[torch.Tensor],
-    levels: tuple[int, ...] = (),
+    body: Callable[..., tuple[torch.Tensor, ...]], dims: Dims, axis: Axis, tensors: Tensors, levels: tuple[int, ...]
 ) -> tuple[torch.Tensor, ...]:
     """Run `body` for every entry of the leading dimensions in `dims`; dimensions of the axis become its `levels`."""
     if not dims:
@@ -166,10 +152,7 @@ def _under_vmaps(
 
 
 class GraphSchedule(Schedule):
-    """Functional collectives as nodes of a compiled graph: started at the marker, waited for at the fence.
-
-    Inductor may move either, but a wait never before the last start.
-    """
+    """Functional collectives of a graph, from marker to fence; Inductor never moves a wait before the last start."""
 
     compiled = True
 
@@ -192,8 +175,8 @@ class GraphSchedule(Schedule):
             return request
         axis = request.axis or self.plan.axis
         buffer, size = request.buffer, axis.size
-        if not axis.ranks.overlaps:
-            return lambda: collective_alone(request)
+        if not axis.ranks.overlaps:  # this rank alone
+            return lambda: answer_at_once(request, axis)
         assert axis.comm
         request.check(size)
         group = axis.comm.first_phase.group_for(buffer.device).group_name
@@ -203,7 +186,7 @@ class GraphSchedule(Schedule):
         mark_started([started])
         return partial(wait, started)
 
-    def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def start(self, index: int, dims: Dims, tensors: Tensors) -> tuple[torch.Tensor, ...]:
         bucket = self.plan.buckets[index]
         grads = tensors[: len(bucket.members)]
         self._check_batchable(dims, tensors[len(grads) :])
@@ -214,7 +197,7 @@ class GraphSchedule(Schedule):
         self._started[index] = (reduction, replace(bucket, leaves=leaves), self._go_on(reduction, None))
         return tuple(t.view_as(t) for t in tensors)
 
-    def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def wait(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
         outs: list[torch.Tensor] = []
         mark_started([end.args[0] for _, _, end in self._started.values() if isinstance(end, partial)])
         for index in range(len(self.plan.buckets)):
@@ -222,6 +205,5 @@ class GraphSchedule(Schedule):
             while callable(reduced):
                 reduced = self._go_on(reduction, reduced())
             flat, states = reduced
-            outs.extend(unpack(flat, bucket))
-            outs.extend(self.plan.flatten_states(self.plan.buckets[index], states))
+            outs += [*unpack(flat, bucket), *self.plan.flatten_states(bucket, states)]
         return tuple(outs)

@@ -49,7 +49,7 @@ def test_every_plan(seed: int) -> None:
         leaves = _random_leaves(random.randrange(1, 30), [torch.float32, torch.float64, torch.bfloat16], [CPU, META])
         arrival = tuple(random.sample(range(len(leaves)), len(leaves)))
         sizes = random.choice([1, 64, 1000, 10**6]), random.choice([1, 64, 1000])
-        buckets = plan_buckets(leaves, arrival, *sizes)
+        buckets = plan_buckets(leaves, arrival, sizes)
         assert sorted(m for bucket in buckets for m in bucket.members) == list(range(len(leaves))), "every leaf once"
         assert [bucket.index for bucket in buckets] == list(range(len(buckets)))
         due = [[arrival.index(member) for member in bucket.members] for bucket in buckets]
@@ -69,7 +69,7 @@ def test_buckets_of_one_dtype_are_full(seed: int) -> None:
         leaves = _random_leaves(random.randrange(1, 30), [torch.float32], [CPU])
         arrival = tuple(random.sample(range(len(leaves)), len(leaves)))
         size, first_size = random.choice([1, 64, 1000, 10**6]), random.choice([1, 64, 1000])
-        buckets = plan_buckets(leaves, arrival, size, first_size)
+        buckets = plan_buckets(leaves, arrival, (size, first_size))
         assert [member for bucket in buckets for member in bucket.members] == list(arrival)
         for bucket, following in itertools.pairwise(buckets):
             limit = size if bucket.index else first_size
@@ -81,9 +81,9 @@ def test_buckets_of_one_dtype_are_full(seed: int) -> None:
 
 def test_a_bias_travels_with_its_weights() -> None:
     head, bias, weights = (Bucket.of(0, [torch.zeros(n)]).leaves[0] for n in (300, 4, 400))
-    together = plan_buckets((weights, bias, head), (2, 1, 0), bucket_bytes=2000, first_bucket_bytes=2000)
+    together = plan_buckets((weights, bias, head), (2, 1, 0), sizes=(2000, 2000))
     assert [bucket.members for bucket in together] == [(2,), (1, 0)]
-    full = plan_buckets((weights, bias, head), (2, 1, 0), bucket_bytes=1600, first_bucket_bytes=1600)
+    full = plan_buckets((weights, bias, head), (2, 1, 0), sizes=(1600, 1600))
     assert [bucket.members for bucket in full] == [(2, 1), (0,)], "with the bias the weights wouldn't fit"
 
 
