@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 import ltx
 from ltx.core.comm.channel import Channel
 from ltx.core.gradients import pending
-from ltx.core.training import step as training
+from ltx.core.training import backward
 
 PARAMETERS, SIDE, FEW, MANY = 12, 64, 2, 12
 #: What stands for C++ or for the accelerator, with all that it calls.
@@ -204,7 +204,7 @@ PARTS: dict[str, dict[str, tuple[Any, str]]] = {
         "pack": (pending, "pack"),
         "enqueue": (Channel, "issue"),
         "launch": (pending.Pending, "launch"),
-        "unpack": (training.CollectGradients, "complete"),
+        "unpack": (backward.CollectGradients, "complete"),
     },
 }
 
