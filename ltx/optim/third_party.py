@@ -97,7 +97,8 @@ class ThirdParty(optimizers.ClassOptimizer):
         except Exception as error:
             said = f"{type(error).__name__} on gradients of ones: {str(error).rstrip('.')}"
             raise OptimError(
-                f"{self}: its step() raised {said}. ltx makes an instance and calls its train(), if it has one, and its step(). {_ELSE}"
+                f"{self}: its step() raised {said}. ltx makes an instance and calls its train(), if it has one, and "
+                f"its step(). {_ELSE}"
             ) from error
         kept = [_before(self._taken(instance, p)) for p in probes]
         return TorchState({"params": spec.unflatten(kept), "group": _before(group)}, hyper=hyper)
