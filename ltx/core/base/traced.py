@@ -95,6 +95,13 @@ def at_trace_time(fn: F) -> F:
     return fn if TORCH >= "2.12" else _by_address(fn)
 
 
+_GIVEN_UP = (
+    "torch.compile has given up on this step, as its log says: most often there were more graphs than "
+    "torch._dynamo.config.recompile_limit. It would run as it is, while other ranks wait in a graph. Give what changes "
+    "from call to call as tensors; or compile the loss alone: ltx.data_parallel(torch.compile(loss))."
+)
+
+
 def whole(fn: F) -> F:
     """Decorate a function that Dynamo must trace as a whole or not at all: a graph break inside `fn` raises, since the
     untraced rest would run as if it were being traced. If Dynamo isn't tracing `fn` itself (it gives up after an
@@ -107,6 +114,9 @@ def whole(fn: F) -> F:
             with torch._dynamo.error_on_graph_break(True):
                 return fn(*args, **kwargs)
         before = private.set_eval_frame(None)
+        if before is False:  # Dynamo has given up on the frame of `fn`
+            private.set_eval_frame(before)
+            raise UnsupportedError(_GIVEN_UP)
         try:
             return fn(*args, **kwargs)
         finally:

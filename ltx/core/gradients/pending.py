@@ -207,7 +207,7 @@ class Pending:
                     program = self.launched[given]
                     if program.fence is not None:  # the current stream waits for what is complete or enqueued
                         flat, states = reduced
-                        program.fence([flat, *(x for state in states for x in state.values())], program.reads)
+                        program.fence([flat, *chain.from_iterable(map(dict.values, states))], program.reads)
                         program.fence, program.reads = None, ()
                     yield reduced
                     given += 1

@@ -30,7 +30,7 @@ from ltx.core.optim.base import (
     donated,
     leaves_like,
 )
-from ltx.core.optim.kernel import Kernel, build, fusable, run_aligned, run_pure, side_by_side
+from ltx.core.optim.kernel import Kernel, build, fusable, run_aligned, run_pure, side_by_side, spread
 from ltx.core.optim.torch_class import ClassOptimizer, Hyperparameter, check_grad_layouts, check_params
 from ltx.typing import Tree
 
@@ -263,12 +263,16 @@ def apply_in_graph(key: str, names: tuple[tuple[str, ...], ...], *tensors: Tenso
         return tuple(map(torch.empty_like, tensors[count:]))
     rest = iter(tensors[2 * count :])
     states = [{name: next(rest) for name in held} for held in names]
-    params = [x.clone() for x in tensors[count : 2 * count]]
+    grads = tensors[:count]
+    params = [spread(x, grad) for x, grad in zip(tensors[count : 2 * count], grads, strict=True)]
     # Bias corrections are ``beta ** step``. This path computes them in the dtype of `step`; torch's others use float64.
-    news = [{name: x.double() if name == "step" else x.clone() for name, x in state.items()} for state in states]
+    news = [
+        {name: x.double() if name == "step" else spread(x, grad) for name, x in state.items()}
+        for state, grad in zip(states, grads, strict=True)
+    ]
     with torch.no_grad():
         # Neither path reads a number off a tensor.
-        run = partial(optimizer.kernel.run, list(tensors[:count]), news, params, fused=False)
+        run = partial(optimizer.kernel.run, list(grads), news, params, fused=False)
         run(traced=True) if traced_in_lists else run(differentiable=True)
     after = (new[name].to(x.dtype) for state, new in zip(states, news, strict=True) for name, x in state.items())
     return *params, *after

@@ -330,7 +330,7 @@ def run_pure(rule: Rule, grads: Tensors, states: LeafStates, params: Tensors) ->
     differentiable = outermost is not None or any_derivative(flat)
     with torch.set_grad_enabled(torch.is_grad_enabled() and differentiable):
         leaves = list(zip(grads, states, params, strict=True))
-        copy = _spread if outermost is not None else lambda tensor, *others: tensor.clone()
+        copy = spread if outermost is not None else lambda tensor, *others: tensor.clone()
         new_params = [copy(param, grad) for grad, _, param in leaves]
         new_states = [{key: copy(own, grad, param) for key, own in state.items()} for grad, state, param in leaves]
         if differentiable:
@@ -342,7 +342,7 @@ def run_pure(rule: Rule, grads: Tensors, states: LeafStates, params: Tensors) ->
     return new_params, new_states
 
 
-def _spread(tensor: Tensor, *others: Tensor) -> Tensor:
+def spread(tensor: Tensor, *others: Tensor) -> Tensor:
     """A copy of `tensor`, batched if one of `others` is, so that in-place operations with `others` work on it."""
     for other in others:
         if other.shape == tensor.shape:

@@ -190,7 +190,7 @@ def find(name: str | None) -> Axis:
 
 def _choice() -> tuple[Axis, ...]:
     """The axes in scope for ``axis=None``; raises if None is ambiguous."""
-    world, opened = math.prod(axis.size for axis in _world_axes), _opened(_there())
+    world, opened = math.prod([axis.size for axis in _world_axes]), _opened(_there())
     scope = opened if opened and world == 1 else (*_world_axes, *opened)
     names = list(dict.fromkeys(axis.name for axis in scope))
     if len(names) > 1:

@@ -66,6 +66,7 @@ class Follower:
         self.kind, self.ended, self.key = type(module).__name__, "", key
         followers[key] = self
         self.shows: Any = None  # the lease of the state that it shows; None after something else was put into it
+        self.apart = dict[int, tuple[int, int]]()  # where copies lie that were put into it, and their versions, by id
         self.last: Any = None  # the lease of the state that it has shown last
         own = dict(module.named_buffers(remove_duplicate=False))
         self.buffers = {path: own[path] for path in buffers if path in own}
@@ -98,6 +99,7 @@ class Follower:
             if x is not None:
                 _set(x, value)
         self.shows = self.last = state.lease
+        self.apart.clear()
         self._note = (*self._note[:3], [*map(_PLACES, self._own)])
 
     def _noted(self) -> tuple[list[Any], list[str], list[int], list[int]]:
@@ -113,7 +115,11 @@ class Follower:
         """Take over into the `state` that it shows what the program has put under the module's tensors: ``p.data = x``.
         Before a step of `training` it raises if the module has become something that the step would pass over.
         """
-        if self.shows is not state.lease or traced.recording() or private.in_transform():
+        if traced.recording() or private.in_transform():
+            return
+        if self.shows is None and training:
+            self._refuse_written(state)
+        if self.shows is not state.lease:
             return
         dicts, names, ids, places = self._note
         same = [*map(id, map(dict.get, dicts, names))] == ids and [*map(_PLACES, self._own)] == places
@@ -137,10 +143,23 @@ class Follower:
             if what and training:
                 raise StepError(f"{path!r} of {self.kind} {what}. {_INSTEAD}")
             if not what and x.data_ptr() != value.data_ptr():
-                value.copy_(x.detach())
+                # The program may hold what was there before, to put it back.
+                value.data = x.detach().clone(memory_format=torch.preserve_format)
                 _set(x, value)
-        if training:
-            self._note = self._noted()
+        self._note = self._noted() if training else (*self._note[:3], [*map(_PLACES, self._own)])
+
+    def _refuse_written(self, state: TrainState) -> None:
+        """Raise if the program has written to the copies that the module has: the next step puts the state's back."""
+        values = dict(tensors_by_path(state.held_params))
+        for path, x in self._params.items():
+            written = id(x) in self.apart and self.apart[id(x)] != (x.data_ptr(), x._version)
+            if written and path in values and not torch.equal(x, values[path]):
+                raise StepError(
+                    f"{path!r} of {self.kind} was written to since ltx.to_module put copies into it, and this step "
+                    "would put back what its state has. Give the step a state with these values, state = "
+                    "dataclasses.replace(state, params=...), or begin with them: train.init(module). To drop them: "
+                    "ltx.to_module(module, state)."
+                )
 
     def spoil(self, why: str) -> None:
         """The module has no values until a state is shown again: its use raises with `why`."""
@@ -179,7 +198,7 @@ def put_apart(x: torch.Tensor, value: torch.Tensor) -> bool:
         return False
     _set(x, value)
     if (last := found()) is not None:
-        last.shows = None
+        last.shows, last.apart[id(x)] = None, (x.data_ptr(), x._version)
     return True
 
 

@@ -227,4 +227,6 @@ def next_state(
     if layout != was:  # the state held the whole optimizer state, or a program has made it
         was = replace(was, params=layout.params, opt_state=layout.opt_state, sync_state=layout.sync_state)
     parts, step = (updated.params, buffers, updated.opt_state, sync), traced.one_more(state.step)
-    return TrainState(*parts, step, was, loss_scale, updated.pending, state.frozen), metrics
+    # In a graph the next call's state has what this one has, or that call would be compiled anew.
+    module = state.module if traced.recording() else None
+    return TrainState(*parts, step, was, loss_scale, updated.pending, state.frozen, module=module), metrics

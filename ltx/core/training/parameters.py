@@ -164,7 +164,8 @@ def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Mod
 
     A rank calls this alone, since each rank has its own state. Not differentiable: the copies are new leaves. A
     module that ``train.init(module)`` got keeps its Parameters, has what it has of the state already, and at the next
-    step gets that step's. For others make objects that hold the parameters, such as DDP, after this call.
+    step gets that step's, which refuses to drop what is written to copies until then. For others make objects that hold
+    the parameters, such as DDP, after this call.
 
     Example:
         >>> import torch, ltx

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import enum
 import importlib
 import signal
 import threading
@@ -187,6 +188,14 @@ def incomplete(state: TrainState, error: BaseException) -> None:
 _NO_LEAVES = tree.flatten({})
 
 
+class Written(enum.Enum):
+    """What a step has written into the memory of its state."""
+
+    NOTHING = enum.auto()
+    PERHAPS = enum.auto()  # the optimizer has been told to write, and may have begun to
+    ALL = enum.auto()  # the next state is complete
+
+
 @dataclass(eq=False)
 class EagerStep(Step):
     """A step whose buckets are reduced while the backward pass runs."""
@@ -200,8 +209,7 @@ class EagerStep(Step):
         self.in_place = self.train.donate and (self.resolved.post_update_hook is not None or not self.resolved.late)
         self.later, self.prepared = self.resolved.late and self.train.donate, self.resolved.prepared
         self._calls = Calls()
-        self._before: list[int] | None = None  # `_versions` when the optimizer was told to write
-        self._following: TrainState | None = None  # the next state, once it is complete
+        self._written, self._before = Written.NOTHING, list[int]()
 
     # --- differentiate -----------------------------------------------------------------------------------------------
 
@@ -315,7 +323,7 @@ class EagerStep(Step):
         return uninterrupted() if self.in_place else comm.NOTHING
 
     def about_to_write(self) -> None:
-        self._before = self._versions
+        self._written, self._before = Written.PERHAPS, self._versions
         self.state.begin_writing()
 
     @property
@@ -333,7 +341,7 @@ class EagerStep(Step):
             if updated.finish is not None:
                 state.begin_writing()
                 updated.finish()
-            self._following = following
+            self._written, self._following = Written.ALL, following
             self.committed()
             if (module := state.module) is not None:
                 moved = carried is not self.resolved or module.shows is not state.lease
@@ -347,13 +355,12 @@ class EagerStep(Step):
 
     def failed(self, done: BackwardResult, error: BaseException) -> None:
         state = self.state
-        if self._following is not None:
-            if self.train.donate:
+        match self._written:
+            case Written.ALL if self.train.donate:
                 state.become(self._following)
-        elif self._before is None:
-            if done.grads is None:
+            case Written.NOTHING if done.grads is None:
                 self._work.invalidated_by(error)
-        elif self._before == self._versions:
-            state.lease[0] = None
-        else:
-            state.invalidate("the optimizer had begun to update its tensors in place when something failed", error)
+            case Written.PERHAPS if self._before == self._versions:
+                state.lease[0] = None
+            case Written.PERHAPS:
+                state.invalidate("the optimizer had begun to update its tensors in place when something failed", error)

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import ltx
-from ltx.errors import UnsupportedError
+from ltx.errors import DonatedStateError, UnsupportedError
 from tests.contract.training.compiled import COMPILING, STEPS, trained
 from tests.kinds import Ranks
+from tests.train_on import refuses
 
 
 def assert_alike(state: Any, other: Any) -> None:
@@ -90,6 +91,54 @@ def test_hyperparameters_that_change_are_refused(name: str, value: Any) -> None:
     refused = (UnsupportedError, torch._dynamo.exc.TorchDynamoException)
     with pytest.raises(refused, match=f"can't ask for the {name} of each step"):
         torch.compile(train, fullgraph=True, backend="eager")(train.init(torch.ones(2)), torch.ones(2))
+
+
+@pytest.mark.full
+def test_the_state_of_a_module_is_compiled_for_once() -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    model = torch.nn.Linear(3, 1)
+    train = ltx.train_step(ltx.data_parallel(lambda p, x: ltx.functional_call(model, p, (x,)).sum()), SGD())
+    (compiled, state), x = (torch.compile(train, backend=backend, fullgraph=True), train.init(model)), torch.randn(2, 3)
+    for _ in range(3):
+        state, _ = compiled(state, x)
+    assert len(graphs) == COMPILING
+    with pytest.raises(DonatedStateError, match="compiled steps don't move a module"):
+        model(x)
+    state, _ = train(state, x)
+    assert torch.equal(model.weight, state.params["weight"])
+
+
+@pytest.mark.full
+def test_a_step_that_dynamo_gives_up_on_is_refused() -> None:
+    """It would run as it is on this rank, while others may wait in a graph."""
+    train = ltx.train_step(ltx.data_parallel(lambda w, xs: sum((w * x).sum() for x in xs)), SGD())
+    compiled, state = torch.compile(train, backend="eager"), train.init(torch.ones(2))
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for count in (1, 2):
+            state, _ = compiled(state, [torch.ones(2)] * count)
+        refuses(UnsupportedError, "has given up on this step", compiled, state, [torch.ones(2)] * 4)
+    train(state, [torch.ones(2)])
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_simulated_ranks_of_one_state(optimizer: Any) -> None:
+    train = ltx.train_step(
+        ltx.data_parallel(lambda w, x: (w * x).sum().square()), ltx.optim.from_torch(optimizer, lr=0.1)
+    )
+
+    def step(state: Any, xs: Any) -> Any:
+        return ltx.vmap(train, in_dims=(None, 0))(state, xs)[0]
+
+    state, xs = train.init(torch.ones(3)), torch.randn(4, 3)
+    wanted, got = step(state, xs), torch.compile(step, fullgraph=True, backend="eager")(state, xs)
+    torch.testing.assert_close(got.params, wanted.params)
 
 
 def test_dynamo_traces_a_step_once() -> None:

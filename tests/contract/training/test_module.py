@@ -504,6 +504,35 @@ def test_to_module_and_the_next_step() -> None:
     state, _ = train(state, batch(2))
     assert shows(model, state), "it had the state's values already"
 
+    best = copy.deepcopy(state)
+    ltx.to_module(model, best)
+    with torch.no_grad():
+        model.first.weight.zero_()
+    refuses(StepError, "'first.weight' of Net was written to since ltx.to_module", train, state, batch(3))
+    ltx.to_module(model, best)
+    model.load_state_dict(copy.deepcopy(model.state_dict()))  # with what the state has
+    state, _ = train(best, batch(3))
+    assert shows(model, state)
+
+
+@pytest.mark.parametrize("look", [None, "read", "save", "copy"])
+def test_weights_that_are_swapped_by_data_come_back(look: str | None, tmp_path: Path) -> None:
+    """An average is put in by ``p.data = x`` to evaluate or save it, and then what was there before."""
+    model, train, state = begun()
+    state, _ = train(state, X)
+    wanted, before = values(model), [x.data for x in model.parameters()]
+    for x in model.parameters():
+        x.data = torch.zeros_like(x)
+    if look == "save":
+        ltx.checkpoint.save(tmp_path, state)
+    seen = {"copy": copy.deepcopy, None: lambda _: None}.get(look, lambda state: state)(state)
+    assert seen is None or not any(x.any() for x in seen.params.values())
+    for x, data in zip(model.parameters(), before, strict=True):
+        x.data = data
+    assert all(torch.equal(x, wanted[name]) for name, x in state.params.items())
+    state, _ = train(state, batch(1))
+    assert shows(model, state)
+
 
 @pytest.mark.parametrize("overlap", ["backward", "update"])
 def test_a_step_that_fails(overlap: Any, ranks: Ranks) -> None:
