@@ -184,9 +184,9 @@ def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Mod
     for part in (state,) if isinstance(state, dict) else (state.params, state.buffers):
         tree.check_tensors(part, "to_module: the state")
         values |= tensors_by_path(part)
-    members = Members(module, "to_module")
+    members = Members(module, "to_module", values)
     slots = members.slots
-    trainable = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    trainable = {*map(id, module.parameters())}
     for name, value in values.items():
         if name not in slots:
             what = f"the state has {name!r}, and {type(module).__name__} has no parameter or buffer of that name"
@@ -214,7 +214,7 @@ def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Mod
             new = new.clone()
             if put_apart(old, new):
                 continue
-            if given[0] in trainable:
+            if id(old) in trainable:
                 new = torch.nn.Parameter(new, requires_grad=old.requires_grad)
             for table, key in map(slots.__getitem__, tied):
                 table[key] = new

@@ -324,9 +324,11 @@ def same_values(xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor]) -> bool:
 
 
 class Members:
-    """The places of a module's tensors by name, found in one pass through the module."""
+    """The places of a module's tensors by name, found in one pass through the module. A part that torch.compile has
+    wrapped passes attributes on, so the names `given` may be those that its tensors had before.
+    """
 
-    def __init__(self, module: nn.Module, what: str = "functional_call"):
+    def __init__(self, module: nn.Module, what: str = "functional_call", given: Iterable[str] = ()):
         if not isinstance(module, nn.Module):
             raise TreeError(f"{what} takes a torch.nn.Module, got {type(module).__name__}.")
         if isinstance(module, torch.jit.ScriptModule | nn.DataParallel):
@@ -365,7 +367,9 @@ class Members:
                         self.hooked.append(path)
             for name, child in part._modules.items():
                 if child is not None:
-                    rest.append((f"{prefix}{name}.", child))
+                    path = f"{prefix}{name}."
+                    wrapped = name == "_orig_mod" and given and not any(each.startswith(path) for each in given)
+                    rest.append((prefix if wrapped else path, child))
 
     def tied(self) -> list[list[str]]:
         """The names of each tensor that has several."""

@@ -258,7 +258,7 @@ class Swap:
         cls, module: nn.Module, given: dict[str, Any], what: str, tie_weights: bool = True, returns: bool = False
     ) -> Swap:
         """What a call puts into a module: the `given` tensors, and copies of those that are buffers."""
-        members, copies, first = Members(module, what), dict[str, torch.Tensor](), dict[str, Kept]()
+        members, copies, first = Members(module, what, given), dict[str, torch.Tensor](), dict[str, Kept]()
         copied: dict[int, torch.Tensor] = {}  # a buffer with several names has one copy
         for buffer in members.buffers:
             if isinstance(x := given.get(buffer.path), torch.Tensor):
