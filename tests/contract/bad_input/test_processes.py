@@ -53,8 +53,7 @@ def test_numbers_of_processes(n: Any) -> None:
     ],
 )
 def test_refused_before_anything_starts(call: Callable[[], Any]) -> None:
-    with pytest.raises(LtxError):
-        call()
+    said(LtxError, call)
 
 
 def _listening() -> set[str]:

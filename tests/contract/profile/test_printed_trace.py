@@ -13,7 +13,7 @@ from torch import Tensor
 import ltx
 from ltx import hooks
 from ltx.errors import InputError
-from tests.kinds import Params, Ranks
+from tests.kinds import Ranks
 from tests.train_on import refuses
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
@@ -22,12 +22,10 @@ PARAMS = {name: torch.ones(60) for name in "abcd"}
 ALONE = {"bucket_bytes": 240, "first_bucket_bytes": 240}
 
 
-def loss(params: Params, x: Tensor) -> Tensor:
-    return sum((p * x).sum() for p in params.values())
-
-
 def trainer(strategy: ltx.Strategy) -> Any:
-    return ltx.train_step(ltx.data_parallel(loss, strategy), SGD)
+    return ltx.train_step(
+        ltx.data_parallel((lambda params, x: sum((p * x).sum() for p in params.values())), strategy), SGD
+    )
 
 
 def recorded(strategy: ltx.Strategy, x: Tensor) -> ltx.profile.Trace:

@@ -111,8 +111,7 @@ def test_keyword_arguments_are_mapped_over_their_first_dimension() -> None:
 
 def test_chunks_are_refused() -> None:
     refuses(UnsupportedError, "ranks of one axis wait for each other", ltx.vmap, lambda x: x, chunk_size=2)
-    with pytest.raises(TypeError):
-        ltx.vmap(lambda x: x, 0, 0, "data")  # type: ignore[misc]
+    said(TypeError, ltx.vmap, lambda x: x, 0, 0, "data")  # type: ignore[misc]
 
 
 def test_outputs_that_are_no_tensors() -> None:
@@ -160,8 +159,7 @@ def test_axes_without_one_size(kwargs: dict[str, Any], args: tuple[Any, ...], te
     ids=["too large", "too small", "other keys", "other length"],
 )
 def test_in_dims_that_do_not_fit(in_dims: Any, args: tuple[Any, ...]) -> None:
-    with pytest.raises(AxisError):
-        ltx.vmap(lambda x: x, in_dims=in_dims)(*args)
+    said(AxisError, lambda: ltx.vmap(lambda x: x, in_dims=in_dims)(*args))
 
 
 @pytest.mark.parametrize("randomness", ["different", "same"])

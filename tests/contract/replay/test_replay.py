@@ -27,7 +27,7 @@ from ltx.errors import (
     WorldError,
 )
 from tests.kinds import Params, Ranks
-from tests.train_on import go_on
+from tests.train_on import go_on, refuses
 
 STEPS, SIZE = 10, 4
 
@@ -180,8 +180,7 @@ def test_steps_and_states_that_are_not_in_the_record(recorded: Path) -> None:
     with ltx.replay(recorded, rank=0) as replayed:
         with pytest.raises(InputError, match=r"step 0 isn't in the record of rank 0, which has steps \[3, 4, "):
             train(train.init(params()), torch.ones(6, 8), torch.ones(6, 3))
-        with pytest.raises(InputError, match="differ in their leaves"):
-            replayed.load(other.init(params()))
+        refuses(InputError, "differ in their leaves", lambda: replayed.load(other.init(params())))
     with pytest.raises(CheckpointError, match=r"there is no record under .*rank_7"), ltx.replay(recorded, rank=7):
         pass
     with ltx.init(rank=0, size=1), pytest.raises(WorldError, match="has a world"), ltx.replay(recorded, rank=0):

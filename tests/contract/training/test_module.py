@@ -555,8 +555,7 @@ def test_a_module_whose_state_is_invalid_says_so() -> None:
     best = copy.deepcopy(state)
     state.invalidate("why", ValueError("so"))
     assert "this Net has the tensors of a TrainState, and this TrainState" in said(DonatedStateError, model, X)
-    with pytest.raises(DonatedStateError):
-        train.init(model)
+    said(DonatedStateError, train.init, model)
     assert shows(ltx.to_module(model, best), best)
     best, _ = train(best, batch(0))
     assert shows(model, best)

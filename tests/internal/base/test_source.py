@@ -20,7 +20,7 @@ import ltx
 from ltx.core.base import private
 from ltx.errors import UnsupportedError
 from tests.kinds import Params, Ranks
-from tests.train_on import trained
+from tests.train_on import refuses, trained
 
 LTX = Path(__file__).parents[3] / "ltx"
 #: Uses elsewhere, by file. They only go down.
@@ -90,8 +90,7 @@ def test_a_name_that_is_gone_is_told_with_the_version(path: str, monkeypatch: py
     for stand_in in (x for x in vars(module).values() if type(x).__name__ == "_Gone"):
         assert not isinstance(torch.ones(1), stand_in)
         for use in (stand_in, lambda x=stand_in: x.try_get()):
-            with pytest.raises(UnsupportedError, match="a private name that torch"):
-                use()
+            refuses(UnsupportedError, "a private name that torch", use)
 
 
 LATER = """

@@ -104,13 +104,10 @@ def test_transforms_between_nested_levels(seed: int) -> None:
     for i in range(3):
         _assert_same(batched[:, i].flatten(0, 1), _on_flat(of_loss, xs[:, i]))
 
-    def on_node(w: Tensor, xs: Tensor) -> Tensor:
-        return ltx.vmap(lambda x: step(w, x), axis_name="data")(xs).sum()
-
     def twice(grad: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return torch.func.grad(lambda w, xs: grad(w, xs).sin().sum())
 
-    first = torch.func.grad(on_node)
+    first = torch.func.grad((lambda w, xs: ltx.vmap(lambda x: step(w, x), axis_name="data")(xs).sum()))
     # The two ranks of a node share what is differentiated: their gradients, each the mean over all four, add up.
     mean = torch.func.grad(lambda w: 2 * (w * xs[:, 0]).sin().sum() / 4)
     for grad, expected in ((first, mean), (twice(first), torch.func.grad(lambda w: mean(w).sin().sum()))):

@@ -167,8 +167,7 @@ def test_a_peer_that_has_no_time_to_hear_that_a_step_was_left(started: Started) 
             fails = True
         else:
             Channel.look_around = late  # type: ignore[method-assign]
-        with pytest.raises((ValueError, DeadlockDetectedError), match="of its own"):
-            train(state)
+        refuses((ValueError, DeadlockDetectedError), "of its own", train, state)
         fails = False
         ltx.init()
         return int(train(state)[0].step)

@@ -244,8 +244,7 @@ def test_a_picture_of_a_world_of_one(pyplot: Any) -> None:
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UnsupportedError, match=r"matplotlib, which isn't installed.*save\(path\)"):
-        made_by_hand().plot()
+    refuses(UnsupportedError, r"matplotlib, which isn't installed.*save\(path\)", lambda: made_by_hand().plot())
 
 
 def test_what_is_no_recording() -> None:

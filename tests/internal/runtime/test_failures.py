@@ -39,7 +39,7 @@ from ltx.runtime.failures import failure_error, failure_of, text_of
 from ltx.runtime.messages import Failure, Result, pack
 from tests.forks import settles
 from tests.kinds import Ranks
-from tests.train_on import said
+from tests.train_on import refuses, said
 
 
 def _works(pool: Pool) -> bool:
@@ -144,8 +144,7 @@ def test_a_rank_that_prints_without_end_is_not_waited_for_without_end() -> None:
             os.write(1, b"y" * 1000 + b"\n")
 
     with Pool(1, show_output=True) as pool, redirect_stdout(io.StringIO()):
-        with pytest.raises(CallTimeoutError, match=r"within 3 s: rank 0 was .* in flood"):
-            pool.run(flood, timeout_s=3.0)
+        refuses(CallTimeoutError, r"within 3 s: rank 0 was .* in flood", pool.run, flood, timeout_s=3.0)
         assert _works(pool)
 
 
@@ -242,8 +241,7 @@ def test_a_rank_that_only_takes_a_while_is_no_reason_to_warn(capfd: pytest.Captu
         before = list(pool.run(os.getpid))
         again = threading.Timer(1.8, os.kill, (before[0], signal.SIGCONT))
         again.start()
-        with pytest.raises(CallFailedError, match=r"rank 1 of 2 raised ValueError: on one"):
-            pool.run(slow, before[0])
+        refuses(CallFailedError, r"rank 1 of 2 raised ValueError: on one", pool.run, slow, before[0])
         again.join()
     assert "interrupt" not in capfd.readouterr().err
 
@@ -360,8 +358,7 @@ def test_a_rank_that_runs_out_of_memory(ranks: Ranks) -> None:
 
 @pytest.mark.full
 def test_a_rank_that_exits(ranks: Ranks) -> None:
-    with pytest.raises(CallFailedError, match="of 2 exited with status 7 while it ran _exit"):
-        ranks(2).run(os._exit, 7)
+    refuses(CallFailedError, "of 2 exited with status 7 while it ran _exit", lambda: ranks(2).run(os._exit, 7))
     assert _works(ranks(2))
 
 
@@ -436,8 +433,7 @@ def test_a_call_that_all_ranks_fail_alike_changes_nothing(ranks: Ranks) -> None:
     ]
     for call, same in calls:
         before = pool.run(worlds).replicated()
-        with pytest.raises(CallFailedError, match="ZeroDivisionError"):
-            pool.run(call)
+        refuses(CallFailedError, "ZeroDivisionError", pool.run, call)
         assert (pool.run(worlds).replicated() == before) is same
         assert pool.run(lambda: float(ltx.psum(torch.ones(())))).replicated() == 2.0
 

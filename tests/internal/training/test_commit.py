@@ -238,8 +238,7 @@ def test_ranks_that_were_interrupted_in_different_steps_are_told(ranks: Ranks) -
 
     pool = ranks(2)
     pool.run(begin)
-    with pytest.raises(ltx.errors.WorkerError):
-        pool.run(differ)
+    said(ltx.errors.WorkerError, pool.run, differ)
     text = pool.run(go_on).replicated()
     assert text.startswith("2 axis 'data': leaf 'params.w' (float32[2]) should be the same on every rank")
 

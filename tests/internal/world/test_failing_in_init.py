@@ -21,7 +21,7 @@ from ltx.errors import WorldError
 from ltx.peers import meeting
 from tests.forks import free_port
 from tests.kinds import Started
-from tests.train_on import raised_by
+from tests.train_on import raised_by, refuses
 
 FAILS: dict[str, tuple[str, dict[str, Any]]] = {
     "its mesh": (r"WorldError: mesh=\{'a': 5\} is for 5 = 5 ranks", {"mesh": {"a": 5}}),
@@ -99,7 +99,6 @@ def test_nccl_that_is_told_to(
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
     if refused:
-        with pytest.raises(WorldError, match="both on one device"):
-            refuse(1, met, monkeypatch)
+        refuses(WorldError, "both on one device", refuse, 1, met, monkeypatch)
     else:
         refuse(1, met, monkeypatch)

@@ -22,6 +22,7 @@ from ltx.errors import WorldError
 from tests.forks import free_port, open_now, settles
 from tests.internal.world.test_launchers import openmpi
 from tests.programs import begun, finished
+from tests.train_on import refuses
 
 
 @pytest.fixture(autouse=True)
@@ -120,8 +121,7 @@ def test_inner_with_leaves_the_outer_world_up() -> None:
 )
 def test_second_call_with_other_arguments_says_which(old: dict[str, Any], new: dict[str, Any], text: str) -> None:
     init(**old)
-    with pytest.raises(WorldError, match=r"rank 0: ltx\.init was called before with " + text):
-        init(**new)
+    refuses(WorldError, r"rank 0: ltx\.init was called before with " + text, lambda: init(**new))
     shutdown()
     init(**new)
 
@@ -130,8 +130,7 @@ def test_process_fields_of_a_strategy() -> None:
     strategy = ltx.DDPStrategy(process_group_backend="mpi", timeout=timedelta(seconds=7))
     init(strategy)
     assert world().backend == "mpi"
-    with pytest.raises(WorldError, match=r"timeout=datetime.timedelta\(seconds=7\) and now"):
-        init(timeout=timedelta(seconds=8))
+    refuses(WorldError, r"timeout=datetime.timedelta\(seconds=7\) and now", lambda: init(timeout=timedelta(seconds=8)))
     assert init(strategy) is world()
     shutdown()
     assert init(strategy, backend="gloo").backend == "gloo", "the argument goes before the field"
@@ -141,8 +140,7 @@ def test_seconds_are_durations_too() -> None:
     asked = {"timeout": 30, "heartbeat_timeout": 2.5}
     with init(ltx.DDPStrategy(timeout=7), **asked):  # type: ignore[arg-type]
         init(timeout=timedelta(seconds=30), heartbeat_timeout=timedelta(seconds=2.5))
-        with pytest.raises(WorldError, match=r"timeout=datetime.timedelta\(seconds=30\) and now with"):
-            init(timeout=8)
+        refuses(WorldError, r"timeout=datetime.timedelta\(seconds=30\) and now with", init, timeout=8)
 
 
 NO_STRATEGY = r"ltx.init: strategy must be an ltx.Strategy or None, got .*: backend="
@@ -165,8 +163,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("given", "text"), REFUSED)
 def test_what_it_refuses(given: dict[str, Any], text: str) -> None:
-    with pytest.raises(WorldError, match=text):
-        init(**given)
+    refuses(WorldError, text, lambda: init(**given))
     assert axes_in_scope() == ()
     init()
 
@@ -217,10 +214,8 @@ def test_where_a_group_is_and_the_environment_says_half(environ: dict[str, str],
 @pytest.mark.usefixtures("user_group")
 def test_arguments_that_contradict_an_adopted_group() -> None:
     text = r"initialised already with backend='gloo', and ltx.init was asked for backend='nccl'"
-    with pytest.raises(WorldError, match=text):
-        init(backend="nccl")
-    with pytest.raises(WorldError, match=r"initialised already with 1 ranks, .* rank=1, size=2"):
-        init(rank=1, size=2, master="h:80")
+    refuses(WorldError, text, init, backend="nccl")
+    refuses(WorldError, r"initialised already with 1 ranks, .* rank=1, size=2", init, rank=1, size=2, master="h:80")
     assert init(rank=0, size=1).launcher == "user"
 
 
@@ -243,8 +238,7 @@ def test_a_world_that_has_ended_cannot_be_entered() -> None:
 def test_peers_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     _told(monkeypatch, RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
     text = r"rank 0 of 2 couldn't set up .*\(gloo\) at 127.0.0.1:\d+ within 1 s: (.|\n)*all 2 ranks"
-    with pytest.raises(WorldError, match=text):
-        init(timeout=timedelta(seconds=1))
+    refuses(WorldError, text, lambda: init(timeout=timedelta(seconds=1)))
     assert not dist.is_initialized()
     del os.environ["RANK"], os.environ["WORLD_SIZE"]
     assert init().size == 1
@@ -252,8 +246,7 @@ def test_peers_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_unknown_host_is_told_at_once() -> None:
     text = r"meet at 'no-such-host.invalid', a host that isn't known here: .*MASTER_ADDR"
-    with pytest.raises(WorldError, match=text):
-        init(rank=1, size=2, master="no-such-host.invalid:29500")
+    refuses(WorldError, text, init, rank=1, size=2, master="no-such-host.invalid:29500")
     assert init(rank=0, size=1).size == 1
 
 
@@ -269,8 +262,7 @@ def test_ranks_that_disagree_about_their_number_are_told() -> None:
 
 
 def test_an_unknown_backend(torchrun_of_one: None) -> None:
-    with pytest.raises(WorldError, match=r"rank 0 of 1 couldn't set up torch.distributed \(smoke\)"):
-        init(backend="smoke")
+    refuses(WorldError, r"rank 0 of 1 couldn't set up torch.distributed \(smoke\)", init, backend="smoke")
     assert not dist.is_initialized()
 
 
@@ -290,8 +282,7 @@ def test_arguments_go_before_the_environment(monkeypatch: pytest.MonkeyPatch) ->
         assert init() is entered
         assert init(rank=0, size=1) is entered
         text = r"called before with \(rank, size, master\)=\(0, 1, None\) and now with .*\(1, 2, 'h:80'\)"
-        with pytest.raises(WorldError, match=text):
-            init(rank=1, size=2, master="h:80")
+        refuses(WorldError, text, init, rank=1, size=2, master="h:80")
 
 
 def test_arguments_with_a_meeting_point_make_a_group() -> None:

@@ -20,6 +20,7 @@ from ltx.core.world.world import world_of
 from ltx.errors import LtxError, WorldError
 from ltx.peers.meeting import _misfit
 from tests.contract.runtime.environments import TORCHRUN
+from tests.train_on import refuses
 
 Environ = dict[str, str]
 
@@ -348,16 +349,14 @@ def test_devices() -> None:
     assert world_from_env({}, cuda_devices=1).device == torch.device("cuda", 0)
     assert world_from_env({}, backend="mpi", cuda_devices=0).backend == "mpi"
     text = r"rank 5 has local rank 1, but its node has 1 CUDA device: .*backend=\"gloo\""
-    with pytest.raises(WorldError, match=text):
-        world_from_env(TORCHRUN, cuda_devices=1)
+    refuses(WorldError, text, world_from_env, TORCHRUN, cuda_devices=1)
     world = world_from_env(TORCHRUN, cuda_devices=1, backend="gloo")
     assert (world.device, world.backend) == (torch.device("cpu"), "gloo")
     assert world_from_env(STEP, cuda_devices=3).device == torch.device("cuda", 2)
     own = STEP | {"SLURM_GPUS_PER_TASK": "1"}
     assert world_from_env(own, cuda_devices=1).device == torch.device("cuda", 0), "each task sees its own device alone"
     assert world_from_env(own, cuda_devices=3).device == torch.device("cuda", 2), "all of them, with --gpu-bind=none"
-    with pytest.raises(WorldError, match="local rank 2, but its node has 1 CUDA device"):
-        world_from_env(STEP, cuda_devices=1)
+    refuses(WorldError, "local rank 2, but its node has 1 CUDA device", world_from_env, STEP, cuda_devices=1)
 
 
 def test_a_world_is_a_frozen_value() -> None:

@@ -18,6 +18,7 @@ from ltx.core.world.launchers import LAUNCHERS
 from ltx.errors import WorldError
 from tests.contract.runtime.environments import TORCHRUN
 from tests.internal.world.test_launchers import HYDRA, JOB, OPENMPI, STEP
+from tests.train_on import refuses
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
 
@@ -80,16 +81,14 @@ ALONE: dict[str, dict[str, str]] = {
 def test_without_a_world_every_call_raises(environment: Callable[..., None], call: str) -> None:
     environment(TORCHRUN)
     for _ in range(2):
-        with pytest.raises(WorldError, match=r"rank 5: .*RANK=5.*`with ltx\.init\(\):`.*ltx\.init\(rank=0, size=1\)"):
-            CALLS[call]()
+        refuses(WorldError, r"rank 5: .*RANK=5.*`with ltx\.init\(\):`.*ltx\.init\(rank=0, size=1\)", CALLS[call])
 
 
 @pytest.mark.parametrize("who", RANKS)
 def test_what_shows_that_a_process_is_one_of_several(environment: Callable[..., None], who: str) -> None:
     variables, place = RANKS[who]
     environment(variables)
-    with pytest.raises(WorldError, match=place):
-        ltx.psum(X)
+    refuses(WorldError, place, ltx.psum, X)
 
 
 @pytest.mark.parametrize("who", ALONE)
@@ -103,8 +102,7 @@ def test_simulated_ranks_are_no_processes(environment: Callable[..., None]) -> N
     environment(TORCHRUN)
     assert torch.equal(ltx.vmap(ltx.psum)(X), 3 * X)
     assert torch.equal(torch.func.grad(loss)(X, X), X)  # nothing of ltx
-    with pytest.raises(WorldError, match="rank 5 of 8"):
-        ltx.vmap(lambda x: ltx.psum(x, "data"), axis_name="other")(X)
+    refuses(WorldError, "rank 5 of 8", lambda: ltx.vmap(lambda x: ltx.psum(x, "data"), axis_name="other")(X))
 
 
 def test_alone_on_purpose_and_after_a_world(environment: Callable[..., None]) -> None:
@@ -132,10 +130,8 @@ def worker(environment: Callable[..., None], monkeypatch: pytest.MonkeyPatch) ->
 def test_a_worker_knows_its_rank_and_does_not_communicate(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ltx.world() == WORLD
     for call in CALLS.values():
-        with pytest.raises(WorldError, match=r"a worker of rank 3 of 4, and can't communicate"):
-            call()
-    with pytest.raises(WorldError, match="a worker of rank 3 of 4, whose own process"):
-        ltx.init()
+        refuses(WorldError, r"a worker of rank 3 of 4, and can't communicate", call)
+    refuses(WorldError, "a worker of rank 3 of 4, whose own process", ltx.init)
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=1))  # another's
     assert ltx.world().size == 1
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: None)  # a program that the rank has called

@@ -13,10 +13,6 @@ from tests.contract.strategies.references.bagua import eight_bits
 Average = Callable[[list[Array]], Array]
 
 
-def mean(grads: list[Array]) -> Array:
-    return np.asarray(sum(grads) / len(grads))
-
-
 class EightBits:
     """Bagua's bytegrad: each rank adds up its part of everyone's 8-bit messages, and sends the sum in 8 bits.
 
@@ -47,7 +43,7 @@ def diloco(
     period: int,
     lr: float,
     momentum: float,
-    average: Callable[[], Average] = lambda: mean,
+    average: Callable[[], Average] = lambda: lambda grads: np.asarray(sum(grads) / len(grads)),
     fragments: Sequence[tuple[str, ...]] = (("b", "s", "w"),),
     nesterov: bool = True,
     alpha: float = 0.0,
