@@ -278,8 +278,7 @@ def test_every_function_that_takes_a_tree_looks_into_them(ranks: Ranks, seed: in
 
             ltx.mixed_precision(ltx.data_parallel(looks), ltx.Precision(compute=torch.float32))(w, mine)
             assert seen == [torch.float32]
-            total = ltx.psum(Encoding({"x": mine.x}))
-            assert type(total) is Encoding
+            assert type(ltx.psum(Encoding({"x": mine.x}))) is Encoding
             found.append(ltx.broadcast(Batch(w, w)).x * 0 + want)  # type: ignore[arg-type]
         return found
 

@@ -413,8 +413,7 @@ def test_states_that_dont_fit_are_refused(tmp_path: Path) -> None:
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:
-    train = plain_train(ltx.DDPStrategy())
-    state = plain_start(train)
+    state = plain_start(plain_train(ltx.DDPStrategy()))
     for kwargs, text in (
         ({"keep": 0}, "keep must be None (all) or a whole number of at least 1, got 0"),
         ({"data": iter([])}, "data is of type list_iterator, which a checkpoint can't hold without a pickle"),
@@ -478,8 +477,7 @@ def test_one_of_an_earlier_version(n: int, ranks: Ranks, tmp_path: Path) -> None
 
 def test_replicated_leaves_are_written_once_and_by_all(ranks: Ranks, tmp_path: Path) -> None:
     def on_a_rank() -> Any:
-        train = plain_train(ltx.DDPStrategy())
-        state = train.init({str(i): torch.zeros(10_000) for i in range(8)})
+        state = plain_train(ltx.DDPStrategy()).init({str(i): torch.zeros(10_000) for i in range(8)})
         return ltx.checkpoint.save(tmp_path, state, rng=False)
 
     path = ranks(2).run(on_a_rank)[0]

@@ -88,8 +88,7 @@ def test_zeros_leave_the_other_side_alone() -> None:
 def test_sizes_at_the_ends_of_a_dtype(dtype: torch.dtype, size: float, ranks: Ranks) -> None:
     equal = torch.full((2, 100), size, dtype=torch.float64).to(dtype)
     alone = equal * torch.tensor([[0.0], [1.0]], dtype=dtype)
-    unlike = torch.stack([equal[0], torch.ones_like(equal[0])])
-    given = [equal, alone, unlike]
+    given = [equal, alone, torch.stack([equal[0], torch.ones_like(equal[0])])]
     for rank, found in enumerate(ranks(2).run(lambda: ltx.adasum([xs[ltx.axis_index()] for xs in given]))):
         assert torch.equal(found[0], equal[0])  # collinear: the mean
         assert torch.equal(found[1], equal[0])

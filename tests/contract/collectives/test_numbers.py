@@ -75,9 +75,7 @@ def test_arrays_however_they_lie_in_memory(ranks: Callable[[int], Any]) -> None:
         fixed = plain.copy()
         fixed.flags.writeable = False
         arrays = [plain[:, ::-1], plain.T, fixed, numpy.broadcast_to(numpy.float32(2), (2,)), plain.astype(">f4")]
-        before = [x.copy() for x in arrays]
-        sums = ltx.psum(arrays)
-        for x, old, total in zip(arrays, before, sums, strict=True):
+        for x, old, total in zip(arrays, [x.copy() for x in arrays], ltx.psum(arrays), strict=True):
             assert total.dtype == torch.float32
             assert total.tolist() == (int(ltx.psum(1)) * old).tolist()
             total.zero_()

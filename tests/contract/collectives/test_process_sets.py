@@ -25,8 +25,7 @@ def test_a_set_of_ranks(ranks: Callable[[int], Any], seed: int) -> None:
         mine = [0, 2] if rank != 1 else [1]
         with ltx.axis_from_group(mine) as axis:
             inside = (ltx.psum(torch.tensor(rank), axis), ltx.psum(torch.tensor(rank), axis.name), axis.size)
-            step = ltx.data_parallel(lambda w: w * (rank + 1.0), axis=axis)
-            grad = ltx.grad(step)(torch.tensor(1.0))
+            grad = ltx.grad(ltx.data_parallel(lambda w: w * (rank + 1.0), axis=axis))(torch.tensor(1.0))
         return *(x.item() for x in inside[:2]), inside[2], grad.item(), ltx.psum(torch.tensor(rank)).item()
 
     assert list(ranks(3).run(run)) == [(2, 2, 2, 2.0, 3), (1, 1, 1, 2.0, 3), (2, 2, 2, 2.0, 3)]

@@ -240,8 +240,7 @@ def test_prescale_and_postscale(ranks: Ranks, seed: int) -> None:
     xs, a = torch.randn(2, 3, dtype=torch.float64), torch.randn(2, dtype=torch.float64)
 
     def total(xs: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        weights = torch.tensor([1.0, 2.0])
-        return (weights[:, None] * (b[:, None] * (a[:, None] * xs).sum(0)).sin()).sum()
+        return (torch.tensor([1.0, 2.0])[:, None] * (b[:, None] * (a[:, None] * xs).sum(0)).sin()).sum()
 
     grads = torch.func.grad(total, (0, 1, 2))
     second = torch.func.jvp(lambda xs: grads(xs, a, a.square())[0], (xs,), (torch.ones_like(xs),))[1]

@@ -294,8 +294,7 @@ def test_a_graph_that_is_used_twice(ranks: Ranks) -> None:
 
     def run(hook: CommHook) -> list[float]:
         w = torch.tensor([1.0, 2.0], requires_grad=True)
-        step = ltx.data_parallel(lambda w: (w**2).sum() * (1 + ltx.axis_index()), _strategy(hook))
-        loss = step(w)
+        loss = ltx.data_parallel(lambda w: (w**2).sum() * (1 + ltx.axis_index()), _strategy(hook))(w)
         return [torch.autograd.grad(loss, w, retain_graph=True)[0].sum().item() for _ in range(3)]
 
     for hook in HOOKS:
@@ -355,5 +354,4 @@ def test_two_steps_in_one_loss(ranks: Ranks) -> None:
         return torch.func.grad(both)(torch.tensor([1.0, 2.0]))
 
     for hook in HOOKS:
-        got = ranks(2).run(run, hook).replicated()
-        assert got.tolist() == [3 * 1.0 * (1 + 40), 3 * 2.0 * (1 + 40)]
+        assert ranks(2).run(run, hook).replicated().tolist() == [3 * 1.0 * (1 + 40), 3 * 2.0 * (1 + 40)]

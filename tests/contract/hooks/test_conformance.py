@@ -78,8 +78,7 @@ def simulated(hook: CommHook, grads: list[Grads], bucket_bytes: int = 1 << 20) -
 def test_equals_its_slow_twin(name: str, n: int) -> None:
     row, grads = TWINS[name], gradients(n)
     results, leaves = simulated(row.hook, grads)
-    step = ltx.data_parallel(lambda p: p, strategy_of(row.hook))
-    begun = step.init(of_rank(grads[0], 0)).leaves
+    begun = ltx.data_parallel(lambda p: p, strategy_of(row.hook)).init(of_rank(grads[0], 0)).leaves
     states = [{name: dict(begun.get(name, {})) for name in SHAPES} for _ in range(n)]
     states = [
         {k: {j: torch.zeros_like(v) if j == "residual" else v for j, v in of.items()} for k, of in s.items()}

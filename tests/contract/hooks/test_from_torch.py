@@ -89,8 +89,7 @@ def with_ltx(hook: Any, state: Any, module: nn.Module, seed: int, nbytes: int = 
 def both(hook: Any, make_state: Callable[[], Any], seed: int, **how: Any) -> tuple[list[Params], list[Params]]:
     torch.manual_seed(seed)
     module = model()
-    ours = with_ltx(hook, make_state(), module, seed, **how)
-    return ours, with_ddp(hook, make_state(), module, seed)
+    return with_ltx(hook, make_state(), module, seed, **how), with_ddp(hook, make_state(), module, seed)
 
 
 def post_local(after: bool) -> Any:
@@ -262,8 +261,7 @@ def seen_by(hook_sees: Callable[[Any], Any], nbytes: int, where: Callable[[], An
 
     params = {"a": torch.ones(2, 3), "b": torch.ones(()), "c": torch.ones(4), "d": torch.ones(0, 2)}
     step = ltx.data_parallel(lambda p: sum((x * (1 + i)).sum() for i, x in enumerate(p.values())))
-    synced = ltx.DataParallel(step.fn, strategy_of(spy, nbytes=nbytes))
-    torch.func.grad(synced)(params)
+    torch.func.grad(ltx.DataParallel(step.fn, strategy_of(spy, nbytes=nbytes)))(params)
     return seen
 
 

@@ -170,8 +170,7 @@ def test_the_mean_of_what_each_rank_sends(ranks: Ranks, seed: int) -> None:
     def run() -> tuple[Tensor, Tensor]:
         x = torch.randn(64)
         got, _ = ltx.sync_gradients(x, ltx.DDPStrategy(comm_hook=from_functions(quarter, spread)))
-        size = ltx.world().size
-        return got, ltx.psum(spread(quarter(x / size), 64))
+        return got, ltx.psum(spread(quarter(x / ltx.world().size), 64))
 
     for got, expected in ranks(3).run(run):
         torch.testing.assert_close(got, expected)

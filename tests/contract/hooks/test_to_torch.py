@@ -207,8 +207,7 @@ def test_any_order_of_landing(hook: CommHook, ranks: Ranks, seed: int) -> None:
     """Ranks reach their buckets at random times, while others are between two phases."""
 
     def run() -> tuple[dict[str, list[str]], Any]:
-        delays = random.Random(seed + ltx.world().rank)
-        net = new_net(seed, layers=4, delays=delays)
+        net = new_net(seed, layers=4, delays=random.Random(seed + ltx.world().rank))
         with ltx.profile.record() as trace:
             found = with_ddp(hook, seed, steps=6, net=net, **SMALL)
         by_channel: dict[str, list[str]] = {}
@@ -216,8 +215,7 @@ def test_any_order_of_landing(hook: CommHook, ranks: Ranks, seed: int) -> None:
             by_channel.setdefault(event.channel, []).append(event.label)
         return by_channel, found
 
-    pool = ranks(2).run(run)
-    by_channel, found = pool.replicated()
+    by_channel, found = ranks(2).run(run).replicated()
     assert_equal(found, ranks(2).run(with_ltx, hook, seed, 6).replicated())
     for channel, labels in by_channel.items():
         places = [int(label.split()[1]) for label in labels if label.startswith("bucket")]

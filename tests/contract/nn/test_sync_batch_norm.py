@@ -184,8 +184,7 @@ def test_one_collective_each_way(ranks: Ranks) -> None:
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 def test_half_precision_has_statistics_of_float32(half: torch.dtype, ranks: Ranks, seed: int) -> None:
     xs, rest = drawn([(60, C, 7), (40, C, 7)], half)
-    wide = [x.float() for x in xs]
-    ys, running, _, _ = one_process(wide, *rest)
+    ys, running, _, _ = one_process([x.float() for x in xs], *rest)
 
     def run() -> Any:
         rank = int(ltx.axis_index())
@@ -356,11 +355,9 @@ def test_converting_is_a_copy(seed: int) -> None:
 
 
 def test_a_batch_norm_itself() -> None:
-    made = convert_sync_batch_norm(nn.BatchNorm1d(2))
-    assert isinstance(made, SyncBatchNorm)
+    assert isinstance(convert_sync_batch_norm(nn.BatchNorm1d(2)), SyncBatchNorm)
     assert isinstance(convert_sync_batch_norm(nn.SyncBatchNorm(2)), SyncBatchNorm)
-    plain = nn.Linear(1, 1)
-    assert type(convert_sync_batch_norm(plain)) is nn.Linear
+    assert type(convert_sync_batch_norm(nn.Linear(1, 1))) is nn.Linear
 
 
 class Indirect(nn.Module):
@@ -567,8 +564,7 @@ def test_a_compiled_module(dynamic: bool, ranks: Ranks, seed: int) -> None:
 
     def run() -> Any:
         made, x = convert_sync_batch_norm(net), xs[ltx.axis_index()]
-        compiled = torch.compile(made, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-        y = compiled(x)
+        y = torch.compile(made, fullgraph=True, backend="aot_eager", dynamic=dynamic)(x)
         y.sin().sum().backward()
         torch._dynamo.reset()
         return y.detach(), ltx.psum([p.grad for p in made.parameters()]), dict(made.named_buffers())

@@ -303,8 +303,7 @@ def test_are_values() -> None:
     step = partial(torchs.StepLR, step_size=2)
     for made in (warmup_cosine(1.0, 2, 6), from_scheduler(step, 0.1)):
         made(3)
-        again = pickle.loads(pickle.dumps(made))
-        assert again(5) == made(5)
+        assert pickle.loads(pickle.dumps(made))(5) == made(5)
     assert warmup_cosine(1, 0, 4) == warmup_cosine(1, 0, 4) != warmup_cosine(1, 0, 5)
     assert repr(warmup_cosine(1.0, 2, 6)) == "WarmupCosine(peak=1.0, warmup_steps=2, total_steps=6, end=0.0)"
 

@@ -107,8 +107,7 @@ def by_rank(name: str, samples: list[Any]) -> list[Tensor]:
 def test_records_are_cut_between_samples(name: str, ranks: Ranks, seed: int) -> None:
     samples = images()
     expected = grad(loss)(torch.tensor(1.5), samples)
-    worlds = [by_rank(name, samples), *ranks(2).run(by_rank, name, samples)]
-    for found in worlds:
+    for found in [by_rank(name, samples), *ranks(2).run(by_rank, name, samples)]:
         for value in found:
             torch.testing.assert_close(value, expected)
 

@@ -282,8 +282,7 @@ def test_tensors_that_nobody_keeps(ranks: Ranks, seed: int) -> None:
     """A call doesn't keep what a step makes: the weights of a sharded layer, say. What needs them again raises."""
 
     def step(net: Net, p: Params, x: Tensor) -> Tensor:
-        made = {name: value.double() * 1 for name, value in p.items()}
-        return ltx.functional_call(net, made, (x,))
+        return ltx.functional_call(net, {name: value.double() * 1 for name, value in p.items()}, (x,))
 
     def every() -> None:
         torch.testing.assert_close(of(step, seed, "adjoint"), of(step, seed, "plain"))  # it saves them

@@ -46,8 +46,7 @@ def adapted(optimizer: Any, params: Params, x: Tensor, donate: bool = False) -> 
     """After some steps of training, whose gradients are differentiable."""
     state = optimizer.init(params)
     for _ in range(STEPS):
-        grads = torch.func.grad(loss)(params, x)
-        params, state = optimizer.apply(grads, state, params, donate=donate)
+        params, state = optimizer.apply(torch.func.grad(loss)(params, x), state, params, donate=donate)
     return params
 
 
@@ -72,8 +71,7 @@ def torchs(case: Case, params: Params, xs: Tensor, rate: float | None = None) ->
 
 def drawn(seed: int) -> tuple[Params, Params, Tensor]:
     """Parameters, a direction, and the tasks of two ranks; wherever this is called the same."""
-    generator = torch.Generator().manual_seed(seed)
-    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     params, direction = ({"w": draw(3, 2), "b": draw(2)} for _ in range(2))
     return params, direction, draw(2, TASKS, 4, 3)
 
@@ -193,8 +191,7 @@ MADE_OF_OTHERS: dict[str, Callable[[], Any]] = {
 def trained_alone(optimizer: Any, params: Params, xs: Tensor) -> Tensor:
     state = optimizer.init(params)
     for x in xs:
-        grads = torch.func.grad(loss)(params, x)
-        params, state = optimizer.apply(grads, state, params, donate=True)
+        params, state = optimizer.apply(torch.func.grad(loss)(params, x), state, params, donate=True)
     return loss(params, xs[0] + 1)
 
 

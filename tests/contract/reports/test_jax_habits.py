@@ -162,8 +162,7 @@ def by_keep_params(name: str) -> set[str]:
 
 def by_hooks(name: str) -> set[str]:
     hook = ltx.hooks.partition({name: ltx.hooks.AllReduce(), "*": ltx.hooks.TopK(0.5, error_feedback=False)})
-    strategy = ltx.DDPStrategy(comm_hook=hook)
-    run = functools.partial(ltx.sync_gradients, strategy=strategy)
+    run = functools.partial(ltx.sync_gradients, strategy=ltx.DDPStrategy(comm_hook=hook))
     grads = {name: x.expand(2, 2) for name, x in params().items()}
     reduced = ltx.vmap(lambda g: run(g)[0])(grads)
     return {name for name, x in reduced.items() if (x != 0).all()}

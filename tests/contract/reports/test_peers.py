@@ -78,8 +78,7 @@ def test_what_the_kernel_says_of_a_stopped_process_is_told(dies: int, started: S
 @pytest.mark.parametrize("call", ["barrier", "save"])
 def test_a_stopped_rank_0_is_told(call: str, held_by: str, tmp_path: Path, started: Started) -> None:
     def body(tell: Callable[[Any], None]) -> None:
-        train = ltx.train_step(ltx.data_parallel(lambda w: w.sum()), sgd(0.1))
-        state = train.init(torch.ones(3))
+        state = ltx.train_step(ltx.data_parallel(lambda w: w.sum()), sgd(0.1)).init(torch.ones(3))
         if ltx.world().rank == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
         ltx.barrier() if call == "barrier" else ltx.checkpoint.save(tmp_path, state)

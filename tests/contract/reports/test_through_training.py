@@ -43,8 +43,7 @@ def drawn(seed: int) -> tuple[Any, Tensor, Tensor, Any]:
 
 def by_torch(params: Any, decay: Tensor, xs: Tensor) -> float:
     w = params["w"].clone().requires_grad_()
-    optimizer = torch.optim.SGD([w], lr=0.1, momentum=0.9)
-    loop_of_torch(optimizer, loss, [({"w": w}, xs, decay)] * STEPS)
+    loop_of_torch(torch.optim.SGD([w], lr=0.1, momentum=0.9), loss, [({"w": w}, xs, decay)] * STEPS)
     return outside(params, decay, w).item()
 
 
@@ -214,8 +213,7 @@ def test_metrics_buffers_and_aux_are_differentiated(seed: int) -> None:
     params, decay, xs, _ = drawn(seed)
 
     def step(params: Any, buffers: Any, x: Tensor, decay: Tensor) -> Any:
-        value = loss(params, x, decay)
-        return value, {"sum": buffers["sum"] + params["w"]}, params["w"].square()
+        return loss(params, x, decay), {"sum": buffers["sum"] + params["w"]}, params["w"].square()
 
     def ended(params: Any, decay: Tensor) -> Tensor:
         train = made(step, donate=False, has_aux=True)

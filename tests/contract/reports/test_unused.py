@@ -41,8 +41,7 @@ def without_data(params: Params, x: Tensor) -> Tensor:
 
 
 def given(params: Params, x: Tensor) -> Any:
-    grads = torch.func.grad(loss)(params, x)
-    return {**grads, "pooler": None}, loss(params, x)
+    return {**torch.func.grad(loss)(params, x), "pooler": None}, loss(params, x)
 
 
 STEPS: dict[str, Callable[[], Any]] = {
@@ -137,8 +136,7 @@ def test_not_of_what_another_rank_uses(ranks: Ranks) -> None:
 def test_trainable_leaves_them_alone(ranks: Ranks) -> None:
     """As torch does, whose .grad is None."""
     module = {name: torch.nn.Parameter(x) for name, x in start().items()}
-    optimizer = torch.optim.AdamW(module.values(), lr=0.1, weight_decay=0.5)
-    loop_of_torch(optimizer, loss, [(module, X)] * 3)
+    loop_of_torch(torch.optim.AdamW(module.values(), lr=0.1, weight_decay=0.5), loss, [(module, X)] * 3)
     step = ltx.data_parallel(loss)
     for found, params in (warned(step, ["used", "zero", "low"]), *ranks(2).run(warned, step, ["used", "zero", "low"])):
         assert found == []

@@ -65,8 +65,7 @@ def outputs_before(row: Row, **kwargs: Any) -> list[list[Any]]:
     def loss(params: Any, old: Any, x: Tensor) -> Any:
         return sum((p * x).sum() for p in params.values()), {"w": params["w"].detach()}, params["w"]
 
-    step = ltx.data_parallel(loss, row.strategy)
-    train = ltx.train_step(step, row.optimizer, has_aux=True, **kwargs)
+    train = ltx.train_step(ltx.data_parallel(loss, row.strategy), row.optimizer, has_aux=True, **kwargs)
     state, found = train.init({name: torch.ones(3) for name in "uvw"}, {"w": torch.ones(3)}), []
     for x in torch.ones(6, 3):
         before = state.params["w"].tolist()

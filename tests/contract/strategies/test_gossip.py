@@ -96,8 +96,7 @@ def trained(algorithm: str, seed: int, **fields: Any) -> list[tuple[Any, Any]]:
     train = ltx.train_step(ltx.data_parallel(odd_loss, ltx.BaguaStrategy(algorithm, **fields)), SGD)
     state, history = train.init(odd_params(generator)), []
     for _ in range(5):
-        x = torch.randn(8, generator=generator)[rank]
-        state, _ = train(state, x)
+        state, _ = train(state, torch.randn(8, generator=generator)[rank])
         history.append(ltx.tree.map(torch.clone, (state.params, state.sync_state.leaves)))
     return history
 

@@ -162,10 +162,8 @@ def of_all_kinds(strategy: ltx.Strategy) -> tuple[Params, Params]:
     def loss(p: Params) -> Tensor:
         return scale * sum(x.double().square().sum() for x in p.values())
 
-    optimizer = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
-    state, _ = trained(loss, optimizer, params, [()], strategy)
-    expected = {k: (x - 0.1 * 2 * 1.5 * x.double()).to(x.dtype) for k, x in params.items()}
-    return state.params, expected
+    state, _ = trained(loss, ltx.optim.from_torch(torch.optim.SGD, lr=0.1), params, [()], strategy)
+    return state.params, {k: (x - 0.1 * 2 * 1.5 * x.double()).to(x.dtype) for k, x in params.items()}
 
 
 def test_second_derivatives_of_a_nodes_mean_are_refused(ranks: Ranks) -> None:

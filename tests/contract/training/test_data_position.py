@@ -183,8 +183,7 @@ def failing() -> tuple[str, str, float]:
 
 
 def test_rank_zero_goes_first_and_its_errors_reach_all(ranks: Ranks, tmp_path: Path) -> None:
-    found = ranks(2).run(seen_first(tmp_path))
-    assert list(found) == [([False] * 2, [0, 0]), ([True] * 2, [1, 1])]
+    assert list(ranks(2).run(seen_first(tmp_path))) == [([False] * 2, [0, 0]), ([True] * 2, [1, 1])]
     first, second = ranks(2).run(failing)
     assert first == ("OSError", "no such host", 2.0)
     assert second[0::2] == ("DataError", 2.0)

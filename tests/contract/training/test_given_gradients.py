@@ -96,8 +96,7 @@ def test_in_micro_batches_on_simulated_ranks(seed: int) -> None:
 
 def test_unequal_batches(ranks: Ranks, seed: int) -> None:
     def summed(params: Params, x: Tensor, y: Tensor) -> tuple[Params, ltx.Weighted]:
-        total = grad_and_value(lambda p: len(x) * loss_fn(p, x, y))
-        grads, loss = total(params)
+        grads, loss = grad_and_value(lambda p: len(x) * loss_fn(p, x, y))(params)
         return grads, ltx.Weighted(loss, len(x))
 
     def both() -> tuple[Params, Tensor, Params, Tensor]:

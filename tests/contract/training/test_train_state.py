@@ -73,8 +73,7 @@ def test_the_step_is_part_of_the_structure() -> None:
 
 
 def test_paths() -> None:
-    paths = [".".join(map(str, path)) for path in optree.tree_paths(trained(1))]
-    assert paths == PATHS
+    assert [".".join(map(str, path)) for path in optree.tree_paths(trained(1))] == PATHS
     assert sorted(trained(1).state_dict()) == sorted([*PATHS, "step", "updates"])
 
 
@@ -200,8 +199,7 @@ def test_compiled_steps_are_counted_once_in_a_checkpoint(way: str, tmp_path: Pat
         ltx.data_parallel(lambda p, x: (p * x).sum(), ltx.DDPStrategy(comm_hook=ltx.hooks.QSGD())), sgd(), donate=False
     )
     state = train.init(X)
-    compiled = torch.compile(train, backend="eager")
-    state, _ = go_on(compiled, state, [X] * 3)
+    state, _ = go_on(torch.compile(train, backend="eager"), state, [X] * 3)
     other = train.init(X)
     if way == "state_dict":
         other.load_state_dict(copy.deepcopy(state.state_dict()))

@@ -116,8 +116,7 @@ def test_what_cannot_be_pickled_raises_on_every_rank(ranks: Ranks) -> None:
 
 
 def test_a_process_group_of_one(started: Started) -> None:
-    world = started(1, lambda tell: turns([[3, 4]], axis="data"))
-    assert world.told(0) == ([(3, 1.0), (4, 1.0)], [])
+    assert started(1, lambda tell: turns([[3, 4]], axis="data")).told(0) == ([(3, 1.0), (4, 1.0)], [])
 
 
 def test_world_of_one() -> None:

@@ -167,8 +167,7 @@ def test_several_ranks_and_leaves(ranks: Ranks) -> None:
 
 def test_structures_of_frozen_leaves_that_differ(on_new_axis: OnNewAxis) -> None:
     def run() -> str:
-        trained = torch.ones(2, requires_grad=True)
-        params = [trained, torch.ones(2 + int(ltx.axis_index()))]
+        params = [torch.ones(2, requires_grad=True), torch.ones(2 + int(ltx.axis_index()))]
         with pytest.raises(RankMismatchError) as caught, ltx.debug_checks():
             ltx.data_parallel(lambda p: p[0].sum())(params).backward()
         return str(caught.value)

@@ -191,8 +191,7 @@ def with_buckets(seed: int) -> list[Params]:
 
 
 def test_buckets_change_no_bit(ranks: Ranks, seed: int) -> None:
-    results = ranks(2).run(with_buckets, seed).replicated()
-    assert_same_bits(*results)
+    assert_same_bits(*ranks(2).run(with_buckets, seed).replicated())
 
 
 def interleaved(seed: int) -> tuple[Params, Params]:
@@ -231,8 +230,7 @@ def test_is_a_value() -> None:
     assert hash(step) == hash(ltx.data_parallel(scaled, ltx.DDPStrategy(comm_hook="bf16")))
     assert step != ltx.data_parallel(scaled)
     assert pickle.loads(pickle.dumps(step)) == step
-    other = dataclasses.replace(step, strategy=ltx.DDPStrategy())
-    assert other == ltx.data_parallel(scaled)
+    assert dataclasses.replace(step, strategy=ltx.DDPStrategy()) == ltx.data_parallel(scaled)
 
 
 def test_complex_outputs(ranks: Ranks, seed: int) -> None:

@@ -375,8 +375,7 @@ def test_reductions_overlap_the_backward_pass(ranks: Ranks) -> None:
                 return None, grad
 
         with mesh_of(2, 2) as mesh:
-            axis = inside.resolve(mesh["data"])
-            bare = axis.comm.bucket_channel(0)
+            bare = inside.resolve(mesh["data"]).comm.bucket_channel(0)
             issue = bare.issue
 
             def issued(*args: Any, **named: Any) -> Any:
@@ -400,7 +399,5 @@ def test_reductions_overlap_the_backward_pass(ranks: Ranks) -> None:
             return events
 
     for events in ranks(4).run(run):
-        layers = [e for e in events if e != "reduced"]
-        assert layers == ["layer 2", "layer 1", "layer 0"]
-        first = events.index("layer 2")
-        assert "reduced" in events[first : events.index("layer 0")], events
+        assert [e for e in events if e != "reduced"] == ["layer 2", "layer 1", "layer 0"]
+        assert "reduced" in events[events.index("layer 2") : events.index("layer 0")], events

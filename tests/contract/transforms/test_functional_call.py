@@ -248,8 +248,7 @@ def test_calls_of_torchs_own_in_each_other(seed: int) -> None:
     params = {f"net.{name}": p.requires_grad_() for name, p in params_of(twin).items()}
     loss = ltx.data_parallel(lambda p, x: of_torch(outer, p, (x,)))(params, batches[0])
     got = torch.autograd.grad(loss, list(params.values()))
-    want = torch.autograd.grad(2 * twin(batches[0]), list(twin.parameters()))
-    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(got, torch.autograd.grad(2 * twin(batches[0]), list(twin.parameters())))
 
 
 def with_buffers(seed: int, reentrant: bool | None = False, sync: bool = False) -> Any:
@@ -328,8 +327,7 @@ def test_simulated_ranks_carry_buffers(ranks: Ranks, seed: int) -> None:
         return found.params, found.state.buffers
 
     real = ranks(2).run(lambda: run(x[ltx.axis_index()])).stack()
-    simulated = ltx.vmap(run)(x)
-    torch.testing.assert_close(ltx.tree.flatten(simulated)[0], ltx.tree.flatten(real)[0])
+    torch.testing.assert_close(ltx.tree.flatten(ltx.vmap(run)(x))[0], ltx.tree.flatten(real)[0])
 
 
 def test_buffers_that_would_be_lost() -> None:
@@ -395,8 +393,7 @@ def test_what_a_parametrization_computes_would_get_no_gradient() -> None:
     module = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
     with pytest.raises(InputError, match=r"'0\.weight' of Sequential is parametrized, and what is given"):
         ltx.functional_call(module, {"0.weight": X}, X)
-    given = params_of(module)
-    assert torch.equal(ltx.functional_call(module, given, X), module(X))
+    assert torch.equal(ltx.functional_call(module, params_of(module), X), module(X))
 
 
 @pytest.mark.parametrize(

@@ -210,8 +210,7 @@ def test_the_store_may_end_with_who_is_interrupted(started: Started, tmp_path: P
             ltx.checkpoint.save(tmp_path, state)
         return "told"
 
-    world = started(2, body, held_by="rank 0")
-    assert world.told(1) == "told"
+    assert started(2, body, held_by="rank 0").told(1) == "told"
 
 
 # What a checkpoint can't hold is refused by name, on all ranks, before anything is written.

@@ -50,8 +50,7 @@ def _of_two_buckets(fails: bool) -> float:
             hidden.register_hook(lambda _: 1 // 0)
         return (hidden + params["last"]).sum()
 
-    strategy = ltx.DDPStrategy(bucket_bytes=8, first_bucket_bytes=8)
-    step = ltx.data_parallel(loss, strategy)
+    step = ltx.data_parallel(loss, ltx.DDPStrategy(bucket_bytes=8, first_bucket_bytes=8))
     params = {name: torch.ones(2, requires_grad=True) for name in ("first", "last")}
     step(params).backward()
     return float(params["first"].grad[0])  # type: ignore[index]

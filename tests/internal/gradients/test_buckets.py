@@ -211,8 +211,7 @@ def test_accelerators_pack_so(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[Any] = []
     monkeypatch.setattr(buffers, "_pack_by_foreach", lambda *arguments: used.append(arguments))
     leaf: Tensor = torch.ones(2, device="meta")
-    bucket = Bucket.of(0, [leaf])
-    buffers.pack([leaf], bucket, ltx.hooks.AllReduce(), 2, [{}])
+    buffers.pack([leaf], Bucket.of(0, [leaf]), ltx.hooks.AllReduce(), 2, [{}])
     assert len(used) == 1
 
 

@@ -88,8 +88,7 @@ def test_a_peer_whose_world_has_ended(raises: bool, text: str, started: Started)
         if raises:
             raise ValueError("x")
 
-    world = started(2, body)
-    assert world.told(0).startswith(text)
+    assert started(2, body).told(0).startswith(text)
 
 
 def test_torch_knows_the_backend_of_a_group_that_some_ranks_make(ranks: Ranks) -> None:

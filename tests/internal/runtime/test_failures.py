@@ -270,8 +270,7 @@ def _with_a_lock() -> None:
 
 
 def _of_two_arguments() -> None:
-    error = TwoArgumentsError("this", "that")
-    raise error
+    raise TwoArgumentsError("this", "that")
 
 
 def _mute() -> None:

@@ -133,8 +133,7 @@ def test_differences_are_added_leaf_by_leaf(rows: int, monkeypatch: pytest.Monke
     monkeypatch.setattr("ltx.core.gradients.buffers.CHUNK", 8)
     sizes = [1, 0, 30, 4, 7]
     width = -(-sum(sizes) // rows)
-    change = torch.randn(rows, width)
-    messages = decentralized._CODEC.encode(change, None)
+    messages = decentralized._CODEC.encode(torch.randn(rows, width), None)
     leaves = [torch.randn(size) for size in sizes]
     whole = torch.cat(leaves) + decentralized._CODEC.decode(messages, width, torch.float32).reshape(-1)[: sum(sizes)]
     params = [torch.zeros_like(leaf) for leaf in leaves]

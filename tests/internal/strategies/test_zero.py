@@ -320,8 +320,7 @@ def test_coded_training_goes_on_from_a_checkpoint_on_other_ranks(name: str, rank
     def load() -> tuple[Params, Params]:
         train = coded(LOSSY[name])
         state = ltx.checkpoint.load(tmp_path, train.init(real_params()), per_rank="mean").state
-        unsent = train.gather(state).opt_state.unsent
-        return unsent, train(state, batch(3))[0].params
+        return train.gather(state).opt_state.unsent, train(state, batch(3))[0].params
 
     saved = ranks(2).run(save).replicated()
     for n in (1, 2, 3):

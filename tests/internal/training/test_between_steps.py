@@ -85,8 +85,7 @@ def frozen(state: Any) -> Any:
 
 
 def hooked(state: Any) -> Any:
-    w = state.params["w"].requires_grad_()
-    w.register_hook(lambda grad: grad * 2)
+    state.params["w"].requires_grad_().register_hook(lambda grad: grad * 2)
     return state
 
 

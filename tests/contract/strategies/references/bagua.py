@@ -41,8 +41,7 @@ def eight_bits(x: Array) -> Array:
     s = 255 / (span + (1e-7 if span >= 2.55e-4 else 0))
     upper = np.rint(x.max() * s)
     lower = upper - 255
-    codes = np.clip(np.minimum(np.rint(x * s), upper) - lower, 0, 255)
-    return np.asarray((codes + lower) / s)
+    return np.asarray((np.clip(np.minimum(np.rint(x * s), upper) - lower, 0, 255) + lower) / s)
 
 
 def flat(params: Params) -> Array:

@@ -57,8 +57,7 @@ def _coded(problem: Problem, optimizer: Sgd | Adam, code: Callable[[Array], Arra
         if keep:
             left = [on_each(np.subtract, share, part) for share, part in zip(shares, sent, strict=True)]
         wanted = on_each(np.add, optimizer.step(params, on_each(lambda *parts: sum(parts), *sent)), unsent)
-        changes = _on_rows(code, on_each(np.subtract, wanted, params), n)
-        params = on_each(np.add, params, changes)
+        params = on_each(np.add, params, _on_rows(code, on_each(np.subtract, wanted, params), n))
         unsent = on_each(np.subtract, wanted, params)
         history.append([params] * n)
     return history
