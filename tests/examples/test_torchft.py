@@ -57,7 +57,8 @@ def ends_well(*processes: subprocess.Popen[bytes], folder: Path) -> None:
             pytest.fail((folder / "output.txt").read_text(errors="replace")[-4000:])
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_replicas_that_nobody_disturbs_are_ddp(start: Start, ranks: int, tmp_path: Path) -> None:
     ends_well(*[start(name, 12, ranks=ranks) for name in "ab"], folder=tmp_path)
     assert set(replicas.check(tmp_path, ranks, alive=2 * ranks)) == {2}

@@ -49,7 +49,7 @@ def train_step(strategy: ltx.Strategy | None = None, optimizer: Any = ADAM, loss
     return ltx.train_step(ltx.data_parallel(loss, strategy), optimizer, **how)
 
 
-#: What is trained, by name; the first come without --full.
+#: What is trained, by name.
 KINDS: dict[str, Callable[[], Any]] = {
     "DDP": train_step,
     "PowerSGD": lambda: train_step(ltx.DDPStrategy(comm_hook=ltx.hooks.PowerSGD(rank=1))),
@@ -67,7 +67,8 @@ KINDS: dict[str, Callable[[], Any]] = {
     "skip": lambda: train_step(guard="skip"),
     "compared": lambda: train_step(check_every=2),
 }
-QUICK = ("DDP", "ZeRO", "Weighted")
+#: Without --full: of these, records from so many steps on.
+QUICK = {"DDP": (3,), "ZeRO": (0,), "Weighted": (3,)}
 
 
 def params() -> Params:
@@ -111,24 +112,22 @@ def replay(run: Path, kind: str, rank: int) -> list[Tensor]:
         return trained(train, replayed.load(train.init(params())), replayed.batches)
 
 
-def in_another_process(call: str, run: Path) -> Any:
-    """What `call`, of functions of this file, comes to in a new process."""
+@pytest.mark.parametrize(
+    "recorded", [QUICK, *(pytest.param({kind: (0, 3)}, marks=pytest.mark.full) for kind in KINDS)], ids=" ".join
+)
+def test_each_rank_alone_is_what_it_was(ranks: Ranks, tmp_path: Path, recorded: dict[str, tuple[int, ...]]) -> None:
+    """In a new process, of records from the first step on and from a later one."""
+    runs = [(str(tmp_path / f"{kind} {first}"), kind, first) for kind in recorded for first in recorded[kind]]
+    were = ranks(SIZE).run(lambda: [record(Path(run), kind, first) for run, kind, first in runs])
+    told = str(tmp_path / "told")
     program = (
-        f"import torch; from tests.contract.replay.test_replay import *; torch.save({call}, {str(run / 'told')!r})"
+        "import torch; from tests.contract.replay.test_replay import *; "
+        f"torch.save([[replay(Path(r), k, rank) for r, k, _ in {runs}] for rank in range({SIZE})], {told!r})"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[3], env=dict(os.environ))
-    return torch.load(run / "told", weights_only=True)
-
-
-@pytest.mark.parametrize("first", [0, 3])
-@pytest.mark.parametrize(
-    "kind", [*QUICK, *(pytest.param(each, marks=pytest.mark.full) for each in KINDS if each not in QUICK)]
-)
-def test_each_rank_alone_is_what_it_was(ranks: Ranks, tmp_path: Path, kind: str, first: int) -> None:
-    were = ranks(SIZE).run(partial(record, tmp_path, kind, first))
-    are = in_another_process(f"[replay(Path({str(tmp_path)!r}), {kind!r}, rank) for rank in range({SIZE})]", tmp_path)
-    for rank, (then, now) in enumerate(zip(were, are, strict=True)):
-        assert [*map(torch.equal, then, now)] == [True] * len(then), f"rank {rank}"
+    for rank, (of_rank, alone) in enumerate(zip(were, torch.load(told, weights_only=True), strict=True)):
+        for (_, kind, first), then, now in zip(runs, of_rank, alone, strict=True):
+            assert [*map(torch.equal, then, now)] == [True] * len(then), f"{kind} from step {first} on, rank {rank}"
 
 
 @pytest.fixture
@@ -269,6 +268,7 @@ def test_nobody_to_compare_calls_with(recorded: Path) -> None:
         pass
 
 
+@pytest.mark.full  # each of these starts programs; what they do, rows above do in this process
 def test_the_pages_programs(tmp_path: Path) -> None:
     page = Path(__file__).parents[3] / "docs" / "how-to" / "replay.md"
     programs = re.findall(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
@@ -286,7 +286,8 @@ def test_the_pages_programs(tmp_path: Path) -> None:
     assert error.partition(": ")[2] in then.stderr
 
 
-def test_a_script_that_knows_nothing_of_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nothing", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_script_that_knows_nothing_of_it(nothing: bool, tmp_path: Path) -> None:
     lines = (
         "import sys, torch, ltx",
         "sgd = ltx.optim.from_torch(torch.optim.SGD, lr=1.0)",
@@ -299,18 +300,19 @@ def test_a_script_that_knows_nothing_of_it(tmp_path: Path) -> None:
         "            state, _ = train(state, torch.full((2,), float(world.rank + step)))",
     )
     (tmp_path / "train.py").write_text("\n".join(lines))
-    command = [sys.executable, "-m", "ltx", "run", "-n", "2", "-m", "ltx.record", "run", "1:3", "train.py", "--flag"]
+    command = [sys.executable, "-m", "ltx", "run", "-n", "2", "-m", "ltx.record", "run"]
+    command += ["50:60" if nothing else "1:3", "train.py", "--flag"]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    subprocess.run(command, cwd=tmp_path, env=environ, check=True)
+    done = subprocess.run(command, cwd=tmp_path, env=environ, check=True, capture_output=True, text=True)
+    if nothing:  # of which each rank tells when its world has ended
+        assert done.stderr.count("no step of range(50, 60) was seen, so nothing is recorded") == 2
+        return
     train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
     with ltx.replay(tmp_path / "run", rank=1) as replayed:
         state = replayed.load(train.init(torch.zeros(2)))
         for batch in replayed.batches:
             state, _ = train(state, *batch)
     assert state.params.tolist() == [-(0.5 + 1.5 + 2.5)] * 2
-    command[-3] = "50:60"
-    nothing = subprocess.run(command, cwd=tmp_path, env=environ, check=True, capture_output=True, text=True)
-    assert nothing.stderr.count("no step of range(50, 60) was seen, so nothing is recorded") == 2  # its world has ended
 
 
 def test_what_is_not_recorded(tmp_path: Path) -> None:
