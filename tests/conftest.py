@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from importlib.util import find_spec
+from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -24,6 +25,7 @@ from ltx import PerRank, Pool
 from ltx.core import comm
 from ltx.core.ranks.axis import axes_in_scope, set_world_axes
 from ltx.errors import CallFailedError, WorkerError
+from ltx.runtime.worker import starter
 from tests import inside
 from tests.covering import fast
 from tests.forks import Ranks
@@ -140,6 +142,17 @@ def pools() -> Iterator[dict[int, Pool]]:
         pool.close()
 
 
+def forked(n: int) -> Pool:
+    """A pool whose first workers are forks of a server, which has once imported what takes each process seconds.
+
+    Those of ``ranks(2)`` start as users' do.
+    """
+    set_forkserver_preload(["ltx.runtime.worker", "torch._dynamo", "tests.train_on", "tests.twins.training"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ltx.runtime.pool.starter", lambda _, *how: starter("forkserver", *how))
+        return Pool(n, timeout_s=RUN_TIMEOUT_S)
+
+
 #: Threads of a worker beyond which it begins a new world: those of its world, and of a few groups more.
 MANY_THREADS = 40
 
@@ -213,7 +226,7 @@ def ranks(pools: dict[int, Pool], request: pytest.FixtureRequest) -> Callable[[i
 
     def pool_of(n: int) -> Any:
         if n not in pools:
-            pools[n] = Pool(n, timeout_s=RUN_TIMEOUT_S)
+            pools[n] = Pool(n, timeout_s=RUN_TIMEOUT_S) if n <= 2 else forked(n)
         if n not in (seeded := session.stash.setdefault(SEEDED, set())):
             seeded.add(n)
             pools[n].run(_seed, seed_of_test(session))
@@ -255,7 +268,7 @@ def on_new_axis(request: pytest.FixtureRequest) -> Iterator[Callable[..., PerRan
                 if axes_in_scope() == mine:  # else fn has begun a new world
                     set_world_axes(world_axes)
 
-    with Pool(2, timeout_s=RUN_TIMEOUT_S) as pool:
+    with forked(2) as pool:
         session = request.session
         yield lambda fn, timeout_s=60.0, sockets=False: pool.run(run, fn, timeout_s, sockets, seed_of_test(session))
         with pytest.raises(WorkerError):  # to end in order would be to wait for all that was left waiting
