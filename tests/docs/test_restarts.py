@@ -15,7 +15,8 @@ from torch.distributed import TCPStore
 
 from tests.restarts import STEPS, check_end
 
-pytestmark = pytest.mark.timeout(300)  # several processes start, all of them twice
+# Several processes start, all of them twice.
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[2]
 EVERY = 4  # the page's program saves so often
 
@@ -51,7 +52,6 @@ def test_all_ranks_start_again_from_the_last_checkpoint(tmp_path: Path, seed: in
     check(tmp_path, at, (2, 2), at // EVERY * EVERY)
 
 
-@pytest.mark.full
 def test_a_machine_is_lost_and_the_other_goes_on_alone(tmp_path: Path, seed: int) -> None:
     """Two launchers stand for two machines; one is killed with its rank."""
     at = random.Random(seed).randrange(STEPS)

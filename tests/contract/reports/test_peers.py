@@ -41,7 +41,7 @@ def _told(call: Callable[[], object]) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.full(but=2)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("new", [True, False])
 @pytest.mark.parametrize("busy", [0, 1])
 def test_a_rank_in_one_long_call_of_c_code_is_waited_for(busy: int, new: bool, started: Started) -> None:

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,13 @@ def uses(tree: ast.AST) -> int:
     return len(lines)
 
 
+@cache
+def files() -> dict[str, ast.Module]:
+    return {path.relative_to(LTX).as_posix(): ast.parse(path.read_text()) for path in LTX.rglob("*.py")}
+
+
 def test_private_names_of_torch() -> None:
-    found = Counter({path.relative_to(LTX).as_posix(): uses(ast.parse(path.read_text())) for path in LTX.rglob("*.py")})
+    found = Counter({name: uses(tree) for name, tree in files().items()})
     assert found.pop("core/base/private.py")
     assert dict(+found) == ELSEWHERE
 
@@ -139,8 +145,7 @@ def test_the_search() -> None:
 
 
 def test_every_tensor_is_made_on_a_device() -> None:
-    found = {path.relative_to(LTX).as_posix(): ast.parse(path.read_text()) for path in LTX.rglob("*.py")}
-    assert {path: lines for path, tree in found.items() if (lines := without_device(tree))} == {}
+    assert {name: lines for name, tree in files().items() if (lines := without_device(tree))} == {}
 
 
 HOOKS = ("fp16", ltx.hooks.ByteGrad(), ltx.hooks.PowerSGD(), ltx.hooks.error_feedback(ltx.hooks.TopK(0.5)), None)
@@ -192,11 +197,8 @@ def asks(tree: ast.AST) -> Counter[str]:
 
 
 def test_nobody_asks_what_ranks_are() -> None:
-    found = {
-        name: asks(ast.parse(path.read_text()))
-        for path in sorted(LTX.rglob("*.py"))
-        if not (name := path.relative_to(LTX).as_posix()).startswith(("core/ranks/", "core/comm/"))
-    }
+    outside = {name: tree for name, tree in files().items() if not name.startswith(("core/ranks/", "core/comm/"))}
+    found = {name: asks(tree) for name, tree in outside.items()}
     assert {name for name, uses in found.items() if uses.keys() - {"comm"}} == set()
     communicators = {name: uses["comm"] for name, uses in found.items() if uses["comm"]}
     assert sum(communicators.values()) <= MOST, communicators
@@ -206,10 +208,9 @@ def test_nobody_asks_what_ranks_are() -> None:
 def test_one_file_knows_the_class_of_tensors_on_meshes() -> None:
     """The core's trees refuse them, and know nothing else of them."""
     own = {"DTensor", "to_local", "full_tensor", "from_local", "redistribute", "device_mesh", "_local_tensor"}
-    files = {path.relative_to(LTX).as_posix(): ast.parse(path.read_text()) for path in LTX.rglob("*.py")}
     knowing = {
         name
-        for name, file in files.items()
+        for name, file in files().items()
         for node in ast.walk(file)
         if own & {getattr(node, field, None) for field in ("attr", "id", "name")}
         or (isinstance(node, ast.Constant) and node.value in ("DTensor", "torch.distributed.tensor"))

@@ -116,7 +116,7 @@ def interrupted() -> None:
 
 
 def timed_out() -> None:
-    text = r"rank 0: opening axis 'ranks \[0, 1\], 1': ranks \[1\] didn't come to open it too within 6 s\. All of its "
+    text = r"rank 0: opening axis 'ranks \[0, 1\], 1': ranks \[1\] didn't come to open it too within 3 s\. All of its "
     refuses(CollectiveTimeoutError, text, ltx.axis_from_group, [0, 1])
 
 
@@ -135,5 +135,5 @@ def test_a_rank_that_has_given_up_leaves_nothing_and_tries_again(give_up: Callab
             assert both.name == "ranks [0, 1], 1"
             return float(ltx.psum(torch.ones(()), both))
 
-    world = started(2, body, timeout_s=6.0 if give_up is timed_out else 60.0)
+    world = started(2, body, timeout_s=3.0 if give_up is timed_out else 60.0)
     assert [world.told(rank) for rank in range(2)] == [2.0, 2.0]

@@ -163,9 +163,9 @@ def test_a_rank_that_came_is_not_named_though_it_is_behind(started: Started) -> 
         if rank == 0:
             tell(raised_by(issued[2].wait))
 
-    text = up(started, body, stays=True, held_by="rank 0", timeout_s=6).told(0)
+    text = up(started, body, stays=True, held_by="rank 0", timeout_s=4).told(0)
     assert text.startswith("CollectiveTimeoutError: rank 0: psum (issue 4) on axis 'data'"), text
-    assert "within 6 s: rank 2 is at issue 2 and never came to it. Every rank must call" in text
+    assert "within 4 s: rank 2 is at issue 2 and never came to it. Every rank must call" in text
 
 
 @pytest.mark.full

@@ -102,6 +102,7 @@ def _in_circles(overlap: Overlap, donate: bool, seed: int) -> dict[str, list[str
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_a_step_frees_its_batch_and_state_at_once(ranks: Ranks, overlap: Overlap, donate: bool, seed: int) -> None:
