@@ -294,10 +294,3 @@ def counted() -> Any:
 )
 def test_outer_optimizers_that_dont_fit(text: str, fields: Any) -> None:
     refuses(StrategyError, text, lambda: trainer(ltx.DiLoCoStrategy(2, **fields)).init(start()))
-
-
-def test_fields() -> None:
-    assert ltx.DiLoCoStrategy(50) == ltx.DiLoCoStrategy(
-        period=50, outer_lr=0.7, outer_momentum=0.9, outer_hook=hooks.AllReduce(), fragments=1
-    )
-    assert ltx.DiLoCoStrategy(50, outer_hook="bf16").outer_hook == hooks.BF16()

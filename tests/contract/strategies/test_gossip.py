@@ -16,6 +16,7 @@ from tests.contract.strategies.problem import loss, make_problem
 from tests.contract.strategies.test_failures import BrokenError
 from tests.kinds import OnNewAxis, Ranks
 from tests.train_on import go_on, refuses
+from tests.twins.cases import assert_same_bits
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
 NODES = {"hierarchical": True, "node_size": 2}
@@ -150,16 +151,15 @@ def odd_loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_neighbours_know_each_other_to_the_last_bit(n: int, ranks: Ranks, seed: int) -> None:
-    results = list(ranks(n).run(trained, "low_precision_decentralized", seed, first_bucket_bytes=40, bucket_bytes=40))
-    assert_ring(results)
+    small = {"first_bucket_bytes": 40, "bucket_bytes": 40}
+    assert_ring(list(ranks(n).run(trained, "low_precision_decentralized", seed, **small)))
 
 
 @pytest.mark.full
 def test_nodes_know_each_other_to_the_last_bit(ranks: Ranks, seed: int) -> None:
-    results = list(ranks(4).run(trained, "low_precision_decentralized", seed, **NODES))
-    assert_ring(results[::2])
-    for one, other in (results[:2], results[2:]):
-        assert all(map(torch.equal, ltx.tree.flatten(one)[0], ltx.tree.flatten(other)[0]))
+    first, same, second, other = ranks(4).run(trained, "low_precision_decentralized", seed, **NODES)
+    assert_ring([first, second])
+    assert_same_bits((first, second), (same, other))
 
 
 def assert_ring(results: list[list[tuple[Any, Any]]]) -> None:

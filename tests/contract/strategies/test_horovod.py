@@ -32,12 +32,6 @@ def trainer(optimizer: ltx.optim.Optimizer = SGD, **fields: Any) -> Any:
     return ltx.train_step(ltx.data_parallel(loss, ltx.HorovodStrategy(**fields)), optimizer)
 
 
-def test_names_are_short_for_hooks() -> None:
-    assert ltx.HorovodStrategy(compression="none") == ltx.HorovodStrategy(compression=hooks.AllReduce())
-    assert ltx.HorovodStrategy(compression="fp16").hook(0) == hooks.FP16()
-    assert ltx.HorovodStrategy().hook(7) == hooks.AllReduce()
-
-
 def reduced(g: Tensor, **fields: Any) -> Tensor:
     return ltx.vmap(lambda g: ltx.sync_gradients(g, ltx.HorovodStrategy(**fields))[0])(g)[0]
 

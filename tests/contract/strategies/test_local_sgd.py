@@ -15,7 +15,6 @@ from torch.distributed.algorithms.model_averaging import averagers, utils
 from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 
 import ltx
-from ltx import hooks
 from ltx.errors import DeadlockDetectedError, StrategyError, SyncStateError, UnsupportedError
 from tests import inside
 from tests.inside import constant_hook
@@ -257,13 +256,6 @@ def test_ranks_that_dont_divide(strategy: ltx.Strategy, text: str) -> None:
     train = trainer(strategy)
     train(train.init(PARAMS), torch.ones(4))  # one rank alone takes any
     assert said(StrategyError, ltx.vmap(train, in_dims=(None, 0)), train.init(PARAMS), torch.ones(3, 4)) == text
-
-
-def test_fields() -> None:
-    assert ltx.LocalSGDStrategy(4, 2) == ltx.LocalSGDStrategy(period=4, warmup_steps=2, comm_hook="allreduce")
-    assert ltx.LocalSGDStrategy({2: 2, 4: 4}) == ltx.LocalSGDStrategy(((2, 2), (4, 4)))
-    assert ltx.LocalSGDStrategy(4, 2).hook(1) == hooks.AllReduce()
-    assert ltx.LocalSGDStrategy(4, 2, comm_hook=hooks.after(1, hooks.ByteGrad())).hook(1) == hooks.ByteGrad()
 
 
 def test_steps_have_to_be_counted() -> None:

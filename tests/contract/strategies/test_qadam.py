@@ -120,11 +120,8 @@ def test_momenta_by_another_hook(hook: Any, ranks: Ranks, seed: int) -> None:
 
 
 def test_one_bit_sends_a_sixteenth_of_few_numbers(ranks: Ranks) -> None:
-    nbytes, _ = (
-        ranks(2)
-        .run(sent, QAdam(warmup_steps=2, momentum_hook=hooks.OneBit(block=128)), optim.qadam(warmup_steps=2))
-        .rank(0)
-    )
+    strategy = QAdam(warmup_steps=2, momentum_hook=hooks.OneBit(block=128))
+    nbytes, _ = ranks(2).run(sent, strategy, optim.qadam(warmup_steps=2)).rank(0)
     assert nbytes[2] == nbytes[3] < nbytes[1] / 16
 
 
@@ -160,23 +157,20 @@ def test_hooks_that_dont_fit() -> None:
 STEP = ltx.data_parallel(lambda w, x: (w * x).sum(), QAdam(warmup_steps=5))
 
 
+NEEDS = "QAdam(warmup_steps=5) needs an ltx.optim.qadam with its warmup_steps and betas"
+
+
 @pytest.mark.parametrize(
     ("optimizer", "text"),
     [
         (
             optim.from_torch(torch.optim.SGD, lr=0.1),
-            "QAdam(warmup_steps=5) needs an ltx.optim.qadam with its warmup_steps and betas, not in a chain, as others "
-            "take momenta for gradients, which from_torch(torch.optim.SGD, lr=0.1) doesn't offer: use",
+            f"{NEEDS}, not in a chain, as others take momenta for gradients, which from_torch(torch.optim.SGD, lr=0.1) "
+            "doesn't offer: use",
         ),
-        (
-            optim.chain(optim.clip_by_global_norm(1.0), optim.qadam(warmup_steps=5)),
-            "QAdam(warmup_steps=5) needs an ltx.optim.qadam with its warmup_steps and betas",
-        ),
-        (optim.qadam(warmup_steps=6), "QAdam(warmup_steps=5) needs an ltx.optim.qadam with its warmup_steps and betas"),
-        (
-            optim.qadam(warmup_steps=5, betas=(0.5, 0.999)),
-            "QAdam(warmup_steps=5) needs an ltx.optim.qadam with its warmup_steps and betas",
-        ),
+        (optim.chain(optim.clip_by_global_norm(1.0), optim.qadam(warmup_steps=5)), NEEDS),
+        (optim.qadam(warmup_steps=6), NEEDS),
+        (optim.qadam(warmup_steps=5, betas=(0.5, 0.999)), NEEDS),
     ],
 )
 def test_other_optimizers_are_refused(optimizer: optim.Optimizer, text: str) -> None:

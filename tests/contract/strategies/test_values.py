@@ -81,6 +81,30 @@ def test_how_they_print(text: str) -> None:
     assert repr(PRINTED[text]) == text
 
 
+EXACT, HALF = hooks.AllReduce(), hooks.FP16()
+DILOCO = DiLoCo(period=50, outer_lr=0.7, outer_momentum=0.9, outer_hook=EXACT, fragments=1)
+#: What is short for what.
+SHORTER: list[tuple[Any, Any]] = [
+    *((DDP(comm_hook=name), DDP(comm_hook=hook)) for name, hook in (("allreduce", EXACT), ("bf16", hooks.BF16()))),
+    (replace(DDP(), comm_hook="fp16").hook(0), HALF),
+    (Horovod(compression="none"), Horovod(compression=EXACT)),
+    (Horovod(compression="fp16").hook(0), HALF),
+    (Horovod().hook(7), EXACT),
+    (ltx.LocalSGDStrategy(4, 2), ltx.LocalSGDStrategy(period=4, warmup_steps=2, comm_hook="allreduce")),
+    (ltx.LocalSGDStrategy({2: 2, 4: 4}), ltx.LocalSGDStrategy(((2, 2), (4, 4)))),
+    (ltx.LocalSGDStrategy(4, 2).hook(1), EXACT),
+    (ltx.LocalSGDStrategy(4, 2, comm_hook=hooks.after(1, hooks.ByteGrad())).hook(1), hooks.ByteGrad()),
+    (DiLoCo(50), DILOCO),
+    (DiLoCo(50, outer_hook="bf16").outer_hook, hooks.BF16()),
+]
+
+
+@pytest.mark.parametrize(("short", "whole"), SHORTER, ids=repr)
+def test_what_is_short_for_it(short: Any, whole: Any) -> None:
+    assert short == whole
+    assert hash(short) == hash(whole)
+
+
 def test_fields_are_given_by_keyword_alone() -> None:
     with pytest.raises(TypeError):
         DDP("bf16")  # type: ignore[misc]

@@ -172,35 +172,24 @@ def seen_first(folder: Path) -> Callable[[], tuple[list[bool], list[int]]]:
     return on_a_rank
 
 
-def failing() -> tuple[str, str, float]:
+def failing(error: BaseException) -> tuple[str, str, float]:
     try:
         with ltx.rank_zero_first():
             if int(ltx.axis_index()) == 0:
-                raise OSError("no such host")
+                raise error
             raise AssertionError("this rank comes after an error")
-    except (OSError, DataError) as error:
-        return type(error).__name__, str(error), ltx.psum(torch.tensor(1.0)).item()  # all go on together
+    except (OSError, KeyboardInterrupt, DataError) as raised:
+        return type(raised).__name__, str(raised), ltx.psum(torch.tensor(1.0)).item()  # all go on together
 
 
-def test_rank_zero_goes_first_and_its_errors_reach_all(ranks: Ranks, tmp_path: Path) -> None:
+def test_rank_zero_goes_first_and_its_errors_and_interrupts_reach_all(ranks: Ranks, tmp_path: Path) -> None:
     assert list(ranks(2).run(seen_first(tmp_path))) == [([False] * 2, [0, 0]), ([True] * 2, [1, 1])]
-    first, second = ranks(2).run(failing)
-    assert first == ("OSError", "no such host", 2.0)
-    assert second[0::2] == ("DataError", 2.0)
-    assert "rank 0 of axis 'data' raised OSError: no such host. All ranks stop here." in second[1]
-
-
-def test_an_interrupt_of_rank_zero_reaches_all(ranks: Ranks) -> None:
-    def on_a_rank() -> str:
-        try:
-            with ltx.rank_zero_first():
-                raise KeyboardInterrupt
-        except (KeyboardInterrupt, DataError) as error:
-            return repr(error)
-
-    first, second = ranks(2).run(on_a_rank)
-    assert first == "KeyboardInterrupt()"
-    assert "raised KeyboardInterrupt" in second
+    for error, said in ((OSError("no such host"), "OSError: no such host"), (KeyboardInterrupt(), "KeyboardInterrupt")):
+        first, second = ranks(2).run(failing, error)
+        assert first == (type(error).__name__, str(error), 2.0)
+        assert second[0::2] == ("DataError", 2.0)
+        assert f"rank 0 of axis 'data' raised {said}" in second[1]
+        assert "All ranks stop here." in second[1]
 
 
 def test_alone_and_under_vmap() -> None:

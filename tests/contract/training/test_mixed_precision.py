@@ -292,17 +292,6 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.full(but=1)
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_what_overflows_on_one_rank_is_skipped_by_all(name: str, ranks: Ranks) -> None:
-    results = ranks(2).run(lambda: with_ltx(STRATEGIES[name], ltx.world().rank))
-    for _, scales, skipped in results:
-        assert skipped == SKIPPED
-        assert scales == results[0][1]
-    together = all(torch.equal(results[0][0][key], results[1][0][key]) for key in ("w", "b"))
-    assert together == (name != "local SGD")
-
-
 def test_what_overflows_in_one_ranks_part_is_skipped_by_all(ranks: Ranks) -> None:
     """The only gradient that isn't finite belongs to rank 0, or to rank 1."""
     step = ltx.data_parallel(lambda w, x: (w * x).sum(), ltx.ZeroStrategy())
@@ -340,7 +329,7 @@ def test_a_skipped_step_still_averages(ranks: Ranks) -> None:
 
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", some(STRATEGIES, "zero", "ByteGrad"))
-def test_simulated_ranks_skip_as_real_ones(name: str, ranks: Ranks) -> None:
+def test_what_overflows_on_one_rank_is_skipped_by_all_real_or_simulated(name: str, ranks: Ranks) -> None:
     train = ltx.train_step(ltx.mixed_precision(ltx.data_parallel(loss, STRATEGIES[name]), FP16), adamw())
     state, scales, skipped = train.init(params()), [], []
     for step in range(STEPS):
@@ -354,7 +343,9 @@ def test_simulated_ranks_skip_as_real_ones(name: str, ranks: Ranks) -> None:
             assert all(map(torch.equal, ltx.tree.flatten(old)[0], ltx.tree.flatten(new)[0]))
     assert skipped == [[s, s] for s in SKIPPED]
     real = ranks(2).run(lambda: with_ltx(STRATEGIES[name], ltx.world().rank))
-    for rank, (expected, their_scales, _) in enumerate(real):
+    assert all(torch.equal(real[0][0][key], real[1][0][key]) for key in ("w", "b")) == (name != "local SGD")
+    for rank, (expected, their_scales, their_skipped) in enumerate(real):
+        assert their_skipped == SKIPPED
         assert [s[rank] for s in scales] == their_scales
         torch.testing.assert_close({k: x[rank] for k, x in state.params.items()}, expected, rtol=1e-2, atol=1e-2)
 
@@ -538,6 +529,17 @@ SCALE = "None, an ltx.DynamicLossScale or a finite number of more than 0"
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
+        *(
+            (fields, f"DynamicLossScale.{next(iter(fields))} must be a")
+            for fields in (
+                {"init": 0},
+                {"growth": 1.0},
+                {"backoff": 1.0},
+                {"growth_interval": 0},
+                {"init": float("inf")},
+                {"least": 2.0**16},
+            )
+        ),
         ({"compute": torch.int8}, "Precision.compute must be one of torch.float16, "),
         ({"compute": "bf16"}, "Precision.compute must be one of torch.float16, "),
         ({"reduce": torch.float32}, "Precision.reduce must be None (the parameters' own dtype"),
@@ -549,25 +551,9 @@ SCALE = "None, an ltx.DynamicLossScale or a finite number of more than 0"
     ],
     ids=str,
 )
-def test_bad_precisions(fields: dict[str, Any], text: str) -> None:
-    refuses(StrategyError, re.escape(text), ltx.Precision, **fields)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"init": 0},
-        {"growth": 1.0},
-        {"backoff": 1.0},
-        {"growth_interval": 0},
-        {"init": float("inf")},
-        {"least": 2.0**16},
-    ],
-    ids=str,
-)
-def test_bad_scales(fields: dict[str, Any]) -> None:
-    with pytest.raises(StrategyError, match=re.escape(f"DynamicLossScale.{next(iter(fields))} must be a")):
-        ltx.DynamicLossScale(**fields)
+def test_bad_fields(fields: dict[str, Any], text: str) -> None:
+    made = ltx.DynamicLossScale if text.startswith("DynamicLossScale") else ltx.Precision
+    refuses(StrategyError, re.escape(text), made, **fields)
 
 
 def test_values() -> None:

@@ -45,11 +45,6 @@ def test_all_ranks_stop_with_the_first(ranks: Ranks, seed: int) -> None:
     assert list(ranks(2).run(turns, [[], [torch.ones(1)]], stop="first")) == [([], ["all_gather"])] * 2
 
 
-def test_where_to_stop_is_first_or_last() -> None:
-    refuses(InputError, 'stop must be "last" or "first", got \'both\'', ltx.uneven, [], stop="both")
-    assert len(list(ltx.uneven([1, 2], stop="first"))) == 2
-
-
 class Pair(NamedTuple):
     x: Tensor
     name: str
@@ -304,5 +299,7 @@ def test_simulated_ranks() -> None:
         ltx.vmap(lambda x: list(ltx.uneven([x])))(torch.ones(2))
 
 
-def test_divisor() -> None:
+def test_fields() -> None:
     refuses(InputError, r'uneven: divisor must be "data" or "all", got 2\.', ltx.uneven, [], divisor=2)
+    refuses(InputError, 'stop must be "last" or "first", got \'both\'', ltx.uneven, [], stop="both")
+    assert len(list(ltx.uneven([1, 2], stop="first"))) == 2
