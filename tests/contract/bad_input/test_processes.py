@@ -268,10 +268,9 @@ def test_the_error_names_what_to_write(name: str) -> None:
     refuses(error, re.escape(text), call)
 
 
-def test_a_name_of_a_caller_s_own_goes_to_the_function() -> None:
+def test_a_name_of_a_caller_s_own_goes_to_the_function(ranks: Ranks) -> None:
     """Where a function takes any keyword."""
-    with ltx.Pool(1) as pool:
-        assert pool.run(lambda strategy: strategy, strategy=3)[0] == 3
+    assert ranks(2).run(lambda strategy: strategy, strategy=3)[0] == 3
 
 
 WAYS: dict[str, Callable[[Any], Any]] = {

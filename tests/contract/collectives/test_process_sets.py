@@ -162,5 +162,4 @@ def test_groups_and_meshes_wait_as_long_as_the_world() -> None:
                     limits.append((comm.user.timeout_s, comm.peers.heartbeat_s))
         return limits
 
-    with ltx.Pool(2, timeout_s=60.0) as pool:
-        assert pool.run(run).replicated() == [(77.0, 33.0)] * 4
+    assert ltx.launch(run, 2, start_method="fork", timeout=60.0) == [[(77.0, 33.0)] * 4] * 2

@@ -6,8 +6,6 @@ import copy
 import gc
 import io
 import pickle
-import subprocess
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -23,8 +21,6 @@ import ltx
 from ltx.errors import DonatedStateError, InvalidStateError, StepError
 from tests.kinds import Ranks
 from tests.train_on import refuses, said
-
-ROOT = Path(__file__).parents[3]
 
 
 class Net(nn.Module):
@@ -350,33 +346,21 @@ def test_states_from_elsewhere(name: str, ranks: Ranks) -> None:
         assert all(found), found
 
 
-IN_ANOTHER_PROCESS = """
-import dataclasses, pickle, sys, warnings
-from tests.contract.training.test_module import batch, begun, shows
-
-with open(sys.argv[1], "rb") as file:
-    state = pickle.load(file)
-model, train, first = begun()
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    behind = train(state, batch(1))[0]
-    behind = train(behind, batch(2))[0]
-assert ["Net followed it" in str(each.message) for each in caught] == [True], caught
-with open(sys.argv[1], "rb") as file:
-    state = dataclasses.replace(pickle.load(file), module=first.module)
-state = train(state, batch(1))[0]
-assert shows(model, state) and not shows(model, behind)
-"""
+def from_another_process(pickled: bytes) -> None:
+    model, train, first = begun()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        behind = train(train(pickle.loads(pickled), batch(1))[0], batch(2))[0]
+    assert ["Net followed it" in str(each.message) for each in caught] == [True], caught
+    state = train(replace(pickle.loads(pickled), module=first.module), batch(1))[0]
+    assert shows(model, state)
+    assert not shows(model, behind)
 
 
-def test_a_state_that_is_unpickled_in_another_process(tmp_path: Path) -> None:
+def test_a_state_that_is_unpickled_in_another_process(ranks: Ranks) -> None:
     """There it has no module, and a step says so; it can be given one."""
     _, train, state = begun()
-    (tmp_path / "state").write_bytes(pickle.dumps(train(state, batch(0))[0]))
-    run = subprocess.run(
-        [sys.executable, "-c", IN_ANOTHER_PROCESS, tmp_path / "state"], cwd=ROOT, capture_output=True, timeout=120
-    )
-    assert run.returncode == 0, run.stderr.decode()
+    ranks(2).run(from_another_process, pickle.dumps(train(state, batch(0))[0]))
 
 
 def test_a_copied_pair_of_model_and_state_stays_together() -> None:

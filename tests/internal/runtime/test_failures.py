@@ -448,6 +448,6 @@ def on_somebody_elses_group() -> str:
 
 def test_a_world_over_somebody_elses_group_isnt_begun_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LTX_TEST_FILE", str(tmp_path / "store"))
-    for text in ltx.launch(on_somebody_elses_group, 2, timeout=60):
+    for text in ltx.launch(on_somebody_elses_group, 2, start_method="fork", timeout=60):
         assert "whose process group was initialised before ltx.init" in text
         assert "torch.distributed.destroy_process_group()" in text

@@ -18,6 +18,7 @@ from ltx.errors import CallInterruptedError, WorkerError
 from ltx.runtime.worker import starter
 from ltx.runtime.worker_group import WorkerGroup
 from tests.forks import settles
+from tests.kinds import Ranks
 from tests.programs import begun, end
 
 
@@ -86,7 +87,7 @@ def test_workers_end_with_the_driver(killed: bool, driver: Any, temp: Path) -> N
     assert list(temp.iterdir()) == []
 
 
-def test_an_interrupt_while_the_ranks_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_the_ranks_are_asked(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     send = WorkerGroup.send
 
     def interrupted(self: WorkerGroup, rank: int, message: Any) -> bool:
@@ -94,12 +95,13 @@ def test_an_interrupt_while_the_ranks_are_asked(monkeypatch: pytest.MonkeyPatch)
         assert send(self, rank, message)
         raise KeyboardInterrupt
 
-    with Pool(2, grace_s=60) as pool:
-        pids = pool.pids
+    pool, pids = ranks(2), list(ranks(2).run(os.getpid))
+    with pytest.MonkeyPatch.context() as patient:
+        patient.setattr(pool, "_grace_s", 60.0)
         monkeypatch.setattr(WorkerGroup, "send", interrupted)
         with pytest.raises(KeyboardInterrupt, match=r"rank 0 .*The workers keep their state"):
             pool.run(lambda: ltx.psum(torch.ones(1)))
-        assert list(pool.run(os.getpid)) == pids
+    assert list(pool.run(os.getpid)) == pids
 
 
 @pytest.mark.full
