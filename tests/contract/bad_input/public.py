@@ -43,28 +43,23 @@ class Call:
         return f"Call({self.fn}, {self.args}, {self.kwargs})"
 
     def places(self) -> list[int | str]:
-        """What can be replaced."""
         return [place for place in (*range(len(self.args)), *self.kwargs) if place not in self.free]
 
     def run(self, replaced: Mapping[int | str, Any] = MappingProxyType({})) -> Any:
-        """The call, with some arguments replaced."""
         args = [replaced.get(place, arg) for place, arg in enumerate(self.args)]
         kwargs = {name: replaced.get(name, arg) for name, arg in self.kwargs.items()}
         return self.then(self.fn(*args, **kwargs))
 
 
 def loss(params: Any, x: Tensor) -> Tensor:
-    """A step."""
     return (x @ params["w"] + params["b"]).square().mean()
 
 
 def params() -> dict[str, Tensor]:
-    """Its parameters."""
     return {"w": torch.ones(3, 2), "b": torch.zeros(2)}
 
 
 def batch() -> Tensor:
-    """Its batch."""
     return torch.ones(4, 3)
 
 
@@ -74,7 +69,6 @@ def grads_fn(params: Any, x: Tensor) -> Any:
 
 
 def trained() -> tuple[Any, ltx.TrainState]:
-    """A training step and its state."""
     step = ltx.train_step(ltx.data_parallel(loss), optim.from_torch(torch.optim.AdamW, lr=0.1), donate=False)
     return step, step.init(params())
 
@@ -403,7 +397,6 @@ def calls(folder: Path) -> dict[str, list[Call]]:
 
 
 def public_names() -> set[str]:
-    """Every function and class of the public modules."""
     modules: tuple[ModuleType, ...] = (ltx, hooks, optim, nn, checkpoint, ltx.profile)
     return {
         f"{module.__name__}.{name}"

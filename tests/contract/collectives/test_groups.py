@@ -47,7 +47,6 @@ def of_each(x: Tensor, ops: dict[str, Callable[..., Tensor]], *args: Any, **name
 
 
 def expected(xs: Tensor, ops: dict[str, Callable[..., Tensor]], groups: Groups) -> list[dict[str, Any]]:
-    """By rank."""
     found: dict[int, dict[str, Any]] = {}
     for group in groups:
         stacked = ltx.vmap(lambda x: of_each(x, ops))(xs[group])

@@ -123,7 +123,6 @@ def everywhere(y: Tensor, n: int) -> Tensor:
 
 
 def to_all(f: Fn) -> Fn:
-    """What all ranks get alike."""
     return lambda xs: everywhere(f(xs), len(xs))
 
 
@@ -423,7 +422,6 @@ def bend(y: Tensor) -> Tensor:
 
 
 def loss(f: Fn) -> Fn:
-    """One rank's loss."""
     return lambda x: bend(f(x))
 
 

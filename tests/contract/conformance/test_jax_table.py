@@ -55,7 +55,6 @@ def rows(op: str, n: int) -> list[Row]:
 
 
 def tensors(row: Row, names: tuple[str, ...]) -> tuple[Tensor, ...]:
-    """The named stacks of all ranks."""
     return tuple(torch.tensor(row[name], dtype=torch.float64) for name in names)
 
 

@@ -251,7 +251,6 @@ def _strided(kind: str, numbers: Tensor) -> Tensor:
 
 @st.composite
 def examples(draw: Any, name: str, n: int | None = None, dtypes: tuple[torch.dtype, ...] | None = None) -> Example:
-    """Calls of one collective."""
     op = OPS[name]
     size = draw(st.integers(1, 4)) if n is None else n
     least = draw(st.integers(op.least_dims, 3))

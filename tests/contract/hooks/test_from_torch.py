@@ -38,7 +38,6 @@ def model() -> nn.Module:
 
 
 def batch(seed: int, step: int) -> Tensor:
-    """This rank's."""
     generator = torch.Generator().manual_seed(seed + 100 * step + ltx.world().rank)
     return torch.randn(5, 24, generator=generator)
 

@@ -35,7 +35,6 @@ def is_tied(model: Any) -> bool:
 
 
 def batches(seed: int) -> list[list[dict[str, Tensor]]]:
-    """By step and rank."""
     torch.manual_seed(seed + 1)
     return [[causal(3) for _ in range(2)] for _ in range(STEPS)]
 

@@ -61,7 +61,6 @@ def counted(name: str, batch: Batch) -> Tensor:
 
 
 def by_ltx(name: str, variant: str, module: nn.Module, steps: list[list[Batch | None]]) -> Trained:
-    """This rank's training."""
     rank = ltx.world().rank
     buffers = None
     if variant in ("local", "sync", "local bf16"):

@@ -38,7 +38,6 @@ def whole(xs: list[Tensor]) -> Tensor:
 
 
 def parts(y: Tensor, xs: list[Tensor]) -> list[Tensor]:
-    """Inverse of `whole`."""
     values = y.squeeze(0).split([x.numel() // C for x in xs], 1)
     return [v.reshape(C, *x.movedim(1, 0).shape[1:]).movedim(0, 1) for v, x in zip(values, xs, strict=True)]
 

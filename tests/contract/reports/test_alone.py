@@ -153,7 +153,6 @@ FORWARD = {"vectorize": True, "strategy": "forward-mode"}
 
 
 def pulled(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Three cotangents at once."""
     x = x.clone().requires_grad_()
     y = f(x)
     return torch.autograd.grad(y, x, cotangents(y), is_grads_batched=True)[0]

@@ -38,8 +38,6 @@ def on(module: torch.nn.Module) -> Callable[..., Tensor]:
 
 
 class Last(torch.nn.Module):
-    """The last state of a recurrent layer."""
-
     def __init__(self, kind: type[torch.nn.RNNBase]):
         super().__init__()
         self.layer = kind(3, 3, batch_first=True)
@@ -49,8 +47,6 @@ class Last(torch.nn.Module):
 
 
 class Counted(torch.nn.Module):
-    """Writes to a buffer of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(3, 3)
@@ -66,7 +62,6 @@ looked_up = torch.nn.Embedding(3, 3, max_norm=1.0)
 
 
 def with_buffers(params: Any, x: Tensor) -> Tensor:
-    """Buffers whose new values nobody takes."""
     return ltx.functional_call(counted, (params, {"mean": given}), x)
 
 
@@ -153,7 +148,6 @@ client = torch.func.grad(ltx.data_parallel(lambda params, x: torch.tanh(x @ para
 
 
 def a_round(params: dict[str, Tensor], xs: Tensor) -> dict[str, Tensor]:
-    """Of federated averaging, on simulated ranks."""
     grads = ltx.vmap(client, in_dims=(None, 0), out_dims=None)(params, xs)
     return {name: param - 0.1 * grads[name] for name, param in params.items()}
 

@@ -59,7 +59,6 @@ def over_tasks(optimizer: Any, params: Params, xs: Tensor) -> Tensor:
 
 
 def torchs(case: Case, params: Params, xs: Tensor, rate: float | None = None) -> float:
-    """:func:`meta_loss` by torch's own class."""
     total = 0.0
     for x in xs:
         leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}

@@ -46,11 +46,9 @@ class Problem:
         return [(torch.tensor(self.x[i, rank]), torch.tensor(self.y[i, rank])) for i in range(self.steps)[first:end]]
 
     def grad(self, params: Params, step: int, rank: int) -> Params:
-        """The gradient of one rank's loss."""
         return grad_of(params, self.x[step, rank], self.y[step, rank])
 
     def grads(self, params: list[Params], step: int) -> list[Params]:
-        """Each rank's gradient at its own parameters."""
         return [self.grad(p, step, rank) for rank, p in enumerate(params)]
 
 
@@ -78,7 +76,6 @@ def grad_of(p: Params, x: Array, y: Array) -> Params:
 
 
 def on_each(f: Callable[..., Array], *trees: Params) -> Params:
-    """`f` on the arrays of each name."""
     return {name: np.asarray(f(*(tree[name] for tree in trees))) for name in trees[0]}
 
 

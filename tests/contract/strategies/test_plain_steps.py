@@ -33,7 +33,6 @@ WAYS: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
 
 
 def means(way: str, strategy: Any, xs: Tensor) -> list[Tensor]:
-    """The gradients of two plain steps."""
     return [WAYS[way](strategy, torch.ones_like(x), x) for x in xs]
 
 

@@ -45,7 +45,6 @@ def training(strategy: ltx.Strategy, slow: bool) -> Callable[[Callable[[Any], No
 
 
 def last_of(world: Ranks, rank: int) -> Any:
-    """What `rank` tells after its steps."""
     while isinstance(told := world.told(rank), int):
         pass
     return told

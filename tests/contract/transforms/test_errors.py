@@ -35,7 +35,6 @@ def linear(params: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def train(step: Callable[..., Any] = linear, **kwargs: Any) -> Any:
-    """A step of training."""
     stepped = ltx.train_step(ltx.data_parallel(step), sgd(), **kwargs)
     return stepped(stepped.init(P), X)
 

@@ -22,8 +22,6 @@ X = torch.arange(8.0).view(4, 2)
 
 
 class Hidden:
-    """A module that a step reaches as its object's attribute."""
-
     def __init__(self, module: nn.Module) -> None:
         self.modules = {"net": module}
 

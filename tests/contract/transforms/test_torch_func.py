@@ -120,7 +120,6 @@ def on_a_rank(name: str, seed: int) -> Any:
 
 
 def expected(name: str, seed: int) -> list[Any]:
-    """What each rank should get."""
     step, _, params, batches = build(name, seed)
     alone = [TRANSFORMS[name].apply(step, params, *batch) for batch in batches]
     return alone if TRANSFORMS[name].local else [ltx.tree.map(lambda *xs: sum(xs) / 2, *alone)] * 2

@@ -24,7 +24,6 @@ TRAIN = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), ltx.optim.
 
 
 def states() -> tuple[Any, Any]:
-    """Those of two steps."""
     first = TRAIN.init(torch.ones(100))
     return TRAIN(TRAIN.init(torch.ones(100)), torch.ones(100))[0], first
 

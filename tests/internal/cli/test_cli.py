@@ -50,7 +50,6 @@ def here(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 
 
 def stopped(*arguments: str) -> object:
-    """The status with which the command stops."""
     with pytest.raises(SystemExit) as raised:
         ltx.__main__.main(list(arguments))
     return raised.value.code

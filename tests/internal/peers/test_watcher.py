@@ -61,7 +61,6 @@ def up(started: Started, body: Body, size: int = SIZE, stays: bool = False, **kw
 
 
 def without_store(world: Ranks) -> None:
-    """The process that holds it dies."""
     world.holder.kill()
     world.holder.join()
 

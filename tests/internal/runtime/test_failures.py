@@ -417,7 +417,6 @@ def test_the_place_of_a_failure_is_the_users_line_not_pythons_library() -> None:
 
 
 def worlds() -> int:
-    """The number of worlds that this process has been in."""
     return int(sys.modules["ltx.core.world.world"].process.worlds)  # a pickled one would be a copy
 
 

@@ -72,7 +72,6 @@ def test_sums_and_means_without_a_train_step(fields: dict[str, Any], seed: int) 
 
 
 def recorded(strategy: ltx.BaguaStrategy) -> list[tuple[str, int]]:
-    """What is issued for gradients."""
     train = ltx.train_step(ltx.data_parallel(loss, strategy), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
     state, _ = train(train.init({"w": torch.ones(1000)}), torch.ones(1000))
     with ltx.profile.record() as trace:

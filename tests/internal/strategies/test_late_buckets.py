@@ -195,8 +195,6 @@ def test_zero_goes_on_from_a_gathered_state(donate: bool, ranks: Ranks, seed: in
 
 @pytest.mark.filterwarnings("ignore::ltx.errors.UnusedParameterWarning")
 def test_without_any_weight(on_new_axis: OnNewAxis, seed: int) -> None:
-    """All ranks raise together, and the next step goes on."""
-
     def run() -> list[Tensor]:
         torch.manual_seed(seed)
         params, inputs = problem(2)

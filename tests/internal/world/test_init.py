@@ -43,7 +43,6 @@ def user_group(_no_world_is_left: None) -> None:
 
 
 def _told(patch: pytest.MonkeyPatch, **variables: object) -> None:
-    """The environment says so."""
     for name, value in variables.items():
         patch.setenv(name, str(value))
 
