@@ -120,12 +120,26 @@ def test_weighted_means_of_numbers(ranks: Callable[[int], Any]) -> None:
     assert ltx.vmap(lambda w: ltx.weighted_mean(3.0, w))(torch.tensor([1.0, 2.0])).tolist() == [3.0, 3.0]
 
 
-@pytest.mark.parametrize("leaf", ["1", None, object()], ids=["str", "None", "object"])
-def test_what_is_no_number(leaf: Any) -> None:
-    if leaf is None:
-        assert ltx.psum(None) is None  # an empty tree
-        return
-    refuses(TreeError, "psum: its argument must be a tree of tensors, but leaf 'x' is of type", ltx.psum, {"x": leaf})
+#: By the collective's name: what is given to it.
+GATHERING: dict[str, Callable[[Any], Any]] = {
+    "psum": ltx.psum,
+    "weighted_mean": lambda x: ltx.weighted_mean(x, 2),
+    "pvary": ltx.pvary,
+    "all_gather": ltx.all_gather,
+    "psum_scatter": lambda x: ltx.psum_scatter(x, tiled=True),
+    "broadcast": ltx.broadcast,
+    "psum_to": ltx.psum_to,
+    "gather": ltx.gather,
+    "scatter": lambda x: ltx.scatter(x, tiled=True),
+}
+
+
+@pytest.mark.parametrize("name", GATHERING)
+def test_what_is_no_number(name: str) -> None:
+    for leaf in ("1", object()):
+        text = f"{name}: its .* must be a tree of tensors, but leaf 'x.1' is of type"
+        refuses(TreeError, text, GATHERING[name], {"x": [torch.ones(2), leaf]})
+    assert GATHERING[name](None) is None  # an empty tree
 
 
 def test_classes_of_main_are_the_receivers_own(ranks: Ranks) -> None:
