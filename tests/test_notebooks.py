@@ -10,16 +10,15 @@ import asyncio
 import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.needs import found, needs
+from tests.needs import needs
 
 pytestmark = needs("nbformat", "nbclient", "ipykernel")
-nbformat, nbclient = found("nbformat"), found("nbclient")
-
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 CELL_TIMEOUT_S = 300
@@ -33,7 +32,7 @@ each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path
 
 def read(path: Path) -> Any:
     """The notebook at `path`, in the version of the format that nbclient executes."""
-    return nbformat.read(path, as_version=4)
+    return import_module("nbformat").read(path, as_version=4)  # which takes seconds, so not at the collection
 
 
 def code_cells(notebook: Any) -> list[Any]:
@@ -47,7 +46,7 @@ def test_there_are_notebooks_to_run() -> None:
 
 def execute(path: Path, folder: Path) -> None:
     """Run the notebook in `folder`, with a kernel of its own; raises what a cell raises."""
-    client = nbclient.NotebookClient(
+    client = import_module("nbclient").NotebookClient(
         read(path), timeout=CELL_TIMEOUT_S, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
     )
     asyncio.run(client.async_execute())  # whose loop is closed; in a thread, execute() leaves one behind
@@ -77,7 +76,7 @@ RUNS = test_runs_from_a_fresh_kernel.__name__
 @each_notebook
 def test_is_committed_with_clean_outputs(path: Path) -> None:
     notebook = read(path)
-    nbformat.validate(notebook)
+    import_module("nbformat").validate(notebook)
     cells = code_cells(notebook)
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), "not run from top to bottom"
     for cell in notebook.cells:
