@@ -97,7 +97,7 @@ NAMES: dict[str, dict[str, str]] = {
         "ddp_comm_hook": "contract/strategies/test_ddp.py::test_wrappers",
         "ddp_comm_wrapper": "contract/strategies/test_ddp.py::test_wrappers",
         "model_averaging_period": (
-            "contract/strategies/test_ddp.py::test_models_are_averaged_only_where_asked_for "
+            "contract/strategies/test_local_sgd.py::test_local_steps_send_nothing_and_periods_send_the_parameters_once "
             "contract/strategies/test_conformance.py::test_processes_do_what_the_reference_says"
         ),
         "process_group_backend": FIELDS,

@@ -329,7 +329,7 @@ def test_a_skipped_step_still_averages(ranks: Ranks) -> None:
 
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", some(STRATEGIES, "zero", "ByteGrad"))
-def test_what_overflows_on_one_rank_is_skipped_by_all_real_or_simulated(name: str, ranks: Ranks) -> None:
+def test_what_overflows_on_one_rank_is_skipped_by_all(name: str, ranks: Ranks) -> None:
     train = ltx.train_step(ltx.mixed_precision(ltx.data_parallel(loss, STRATEGIES[name]), FP16), adamw())
     state, scales, skipped = train.init(params()), [], []
     for step in range(STEPS):
