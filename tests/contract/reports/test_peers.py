@@ -22,7 +22,7 @@ import torch
 import ltx
 from ltx.errors import CallFailedError, CallInterruptedError, LtxError
 from tests.kinds import Ranks, Started
-from tests.train_on import refuses
+from tests.train_on import refuses, said
 from tests.twins.training import sgd
 
 HEARTBEAT_S = 3.0
@@ -110,8 +110,8 @@ def test_what_one_rank_cannot_unpickle_is_an_error_of_all(gathered: bool, ranks:
         return text, float(ltx.psum(torch.ones(())))
 
     what = "all_gather_object" if gathered else "broadcast_object"
-    said, total = ranks(3).run(on_a_rank).replicated()
-    assert said.startswith(f"{what}: rank 1 couldn't unpickle rank 0's: KeyError: 'not here'."), said
+    text, total = ranks(3).run(on_a_rank).replicated()
+    assert text.startswith(f"{what}: rank 1 couldn't unpickle rank 0's: KeyError: 'not here'."), text
     assert total == 3
 
 
