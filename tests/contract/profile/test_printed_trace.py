@@ -24,7 +24,7 @@ ALONE = {"bucket_bytes": 240, "first_bucket_bytes": 240}
 
 def trainer(strategy: ltx.Strategy) -> Any:
     return ltx.train_step(
-        ltx.data_parallel((lambda params, x: sum((p * x).sum() for p in params.values())), strategy), SGD
+        ltx.data_parallel(lambda params, x: sum((p * x).sum() for p in params.values()), strategy), SGD
     )
 
 

@@ -130,7 +130,7 @@ def test_all_ranks_of_the_mesh_skip_together(ranks: Ranks, seed: int) -> None:
 
             rank = torch.distributed.get_rank()
             x = torch.full((2,), float("nan") if bad and rank == 3 else 1.0)
-            step = ltx.data_parallel((lambda p, x: (p["w"].to_local() * x).sum()), axis=mesh["data"])
+            step = ltx.data_parallel(lambda p, x: (p["w"].to_local() * x).sum(), axis=mesh["data"])
             skipping = with_dtensors(ltx.train_step(step, _sgd(), guard="skip"))
             state, metrics = skipping(skipping.init(part), x)
             raising = with_dtensors(ltx.train_step(step, _sgd(), guard="raise", donate=False))

@@ -77,7 +77,7 @@ def test_tensors_by_keyword_are_split_into_micro_batches() -> None:
 def test_what_a_model_returns_holds_its_loss(make: Any, ranks: Ranks) -> None:
 
     def run(x: Tensor) -> Any:
-        w, plain = torch.tensor(1.0), ltx.data_parallel((lambda w, x: make((w * x).mean(), w * x)))
+        w, plain = torch.tensor(1.0), ltx.data_parallel(lambda w, x: make((w * x).mean(), w * x))
         found: list[Tensor] = []
         for has_aux in (False, True):
             state, (metrics,) = trained(plain, SGD, w, [x], has_aux=has_aux)
@@ -149,10 +149,10 @@ def test_a_step_that_takes_buffers_and_a_state_that_has_none(ranks: Ranks) -> No
             (lambda step: step, r"takes \(w.*as the state has buffers"),
             (lambda step: ltx.accumulate(step, steps=2), r"would cut the buffers into micro-batches.*carry=1"),
         ):
-            train = ltx.train_step(wrap(ltx.data_parallel((lambda w, buffer, x: (w * x).sum(), buffer + 1))), SGD)
+            train = ltx.train_step(wrap(ltx.data_parallel(lambda w, buffer, x: ((w * x).sum(), buffer + 1))), SGD)
             with pytest.raises(StepError, match=r"takes \(w.*train\.init\(params, dict\(module\.named_buffers\(\)\)\)"):
                 train(train.init(w), x)
-            train = ltx.train_step(wrap(ltx.data_parallel((lambda w, x: (w * x).sum()))), SGD)
+            train = ltx.train_step(wrap(ltx.data_parallel(lambda w, x: (w * x).sum())), SGD)
             refuses(StepError, of_buffers, lambda train=train: train(train.init(w, buffer), x))
             refuses(TypeError, "positional argument", train, train.init(w), x, x, x)
             with pytest.raises(TypeError, match="of the step's own"):

@@ -107,7 +107,7 @@ def test_transforms_between_nested_levels(seed: int) -> None:
     def twice(grad: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return torch.func.grad(lambda w, xs: grad(w, xs).sin().sum())
 
-    first = torch.func.grad((lambda w, xs: ltx.vmap(lambda x: step(w, x), axis_name="data")(xs).sum()))
+    first = torch.func.grad(lambda w, xs: ltx.vmap(lambda x: step(w, x), axis_name="data")(xs).sum())
     # The two ranks of a node share what is differentiated: their gradients, each the mean over all four, add up.
     mean = torch.func.grad(lambda w: 2 * (w * xs[:, 0]).sin().sum() / 4)
     for grad, expected in ((first, mean), (twice(first), torch.func.grad(lambda w: mean(w).sin().sum()))):
