@@ -152,10 +152,10 @@ def test_another_collective_has_left_the_record(recorded: Path) -> None:
         state, batch = replayed.load(train.init(params())), next(replayed.batches)
         state, _ = train(state, *batch)
         with pytest.raises(RankMismatchError) as raised:
-            ltx.psum(torch.ones(5))
+            ltx.psum(torch.ones(7, 1, 5))  # Which no test before it sent between these workers.
     said = str(raised.value)
     assert re.match(r"rank 1, at step 3, in call \d+ on channel 'user' of axis 'data', has left the record: ", said)
-    assert re.search(r"expected psum of .*, got psum\(.*float32\[5\]\)\.", said)
+    assert re.search(r"expected psum of .*, got psum\(.*float32\[7, 1, 5\]\)\.", said)
     assert said.endswith(
         ". Run the recorded program: with the same model, strategy and batches, and the same collectives in the same "
         "order."
