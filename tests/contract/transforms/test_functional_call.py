@@ -207,6 +207,26 @@ def test_compiled(breaks: bool, seed: int) -> None:
         torch.testing.assert_close({name: p.grad for name, p in params.items()}, want)
 
 
+@pytest.mark.parametrize("part", [None, "0"])
+def test_names_from_before_a_part_was_compiled(part: str | None, seed: int) -> None:
+    """The first weight is the last one; its buffers are written to."""
+    net = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), nn.Linear(3, 3))
+    net[1].weight = net[0][0].weight
+    given = {name: x.detach().clone() for name, x in (*net.named_parameters(), *net.named_buffers())}
+    given["0.0.weight"].mul_(2.0)
+    x = torch.randn(4, 3)
+    want, after = ltx.functional_call(net, given, (x,), return_buffers=True)
+    compiled: Any = torch.compile(net, backend="eager")
+    if part is not None:
+        compiled, net[0] = net, torch.compile(net[0], backend="eager")
+    got, buffers = ltx.functional_call(compiled, given, (x,), return_buffers=True)
+    torch.testing.assert_close((got, buffers), (want, after))
+    refuses(StepError, "num_batches_tracked', a buffer that it was given", ltx.functional_call, compiled, given, (x,))
+    ltx.to_module(compiled, given)
+    assert torch.equal(net[1].weight, given["0.0.weight"])
+    assert isinstance(net[1].weight, nn.Parameter)
+
+
 def broken(block: Block, x: Tensor) -> Tensor:
     x = block.layer(x)
     torch._dynamo.graph_break()
