@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from ltx.core.base import private, traced
 from ltx.core.base.arguments import checked
 from ltx.core.base.errors import OptimError, UnsupportedError
-from ltx.core.base.tree import check_tensors, flatten
+from ltx.core.base.tree import check_tensors, flatten, leaf_paths
 from ltx.core.gradients.planning import any_derivative
 from ltx.core.optim.base import (
     LeafStates,
@@ -209,6 +209,12 @@ class TorchOptimizer(ClassOptimizer):
     def _per_param(self, state: TorchState, spec: optree.PyTreeSpec) -> LeafStates:
         check_state(self, state, TorchState)
         states = leaves_like(spec, state.per_param, "the optimizer's state")
+        if type(None) in (kinds := [*map(type, states)]):
+            path = leaf_paths(spec.unflatten([*range(len(states))]))[kinds.index(type(None))]
+            raise OptimError(
+                f"{self}: the state has nothing for {path!r}, which was frozen when it was made. A train state for"
+                " what is trained now is train_step(...).adopt(state), which begins anew what that lacks."
+            )
         if not all(issubclass(kind, Tensor) for kind in {type(value) for own in states for value in own.values()}):
             raise OptimError(
                 f"{self} expected the state that its init(params) made; this one is that of other parameters, "

@@ -323,17 +323,22 @@ def same_values(xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor]) -> bool:
         return all(torch.equal(bits(xs, device), bits(ys, device)) for device in {x.device for x in xs})
 
 
+def check_kind(module: nn.Module, what: str) -> None:
+    """Raise unless tensors can be put into `module`."""
+    if not isinstance(module, nn.Module):
+        raise TreeError(f"{what} takes a torch.nn.Module, got {type(module).__name__}.")
+    if isinstance(module, torch.jit.ScriptModule | nn.DataParallel):
+        which = "module.module" if isinstance(module, nn.DataParallel) else "the module that was scripted"
+        raise UnsupportedError(f"{what} can't put tensors into a {type(module).__name__}. Give it {which}.")
+
+
 class Members:
     """The places of a module's tensors by name, found in one pass through the module. A part that torch.compile has
     wrapped passes attributes on, so the names `given` may be those that its tensors had before.
     """
 
     def __init__(self, module: nn.Module, what: str = "functional_call", given: Iterable[str] = ()):
-        if not isinstance(module, nn.Module):
-            raise TreeError(f"{what} takes a torch.nn.Module, got {type(module).__name__}.")
-        if isinstance(module, torch.jit.ScriptModule | nn.DataParallel):
-            which = "module.module" if isinstance(module, nn.DataParallel) else "the module that was scripted"
-            raise UnsupportedError(f"{what} can't put tensors into a {type(module).__name__}. Give it {which}.")
+        check_kind(module, what)
         self.module, self.what = module, what
         self.slots: dict[str, tuple[dict[str, Any], str]] = {}  # path -> the dict that holds the tensor, and its key
         self.names: dict[int, list[str]] = {}  # the names of each tensor, by id

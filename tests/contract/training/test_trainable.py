@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch.func import functional_call
 
 import ltx
-from ltx.errors import StepError, TreeError
+from ltx.errors import OptimError, StepError, TreeError, UnsupportedError
 from tests.kinds import Ranks
 from tests.train_on import go_on, loop_of_torch, refuses, trained
 from tests.twins.training import adamw, sgd
@@ -139,6 +141,17 @@ class Tied(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.head(self.embedding(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_a_state_of_fewer_parameters_and_a_scripted_module() -> None:
+    net = model()
+    step = ltx.data_parallel(loss_of(net))
+    few, whole = (ltx.train_step(step, adamw(0.1), trainable=part) for part in (["2.*"], ["*"]))
+    fewer = copy.deepcopy(few.init(net).opt_state)
+    state = replace(whole.init(net), opt_state=fewer)
+    refuses(OptimError, "the state has nothing for '0.bias', which was frozen when", whole, state, torch.ones(3, 4))
+    refuses(UnsupportedError, "train.init can't put tensors into a", whole.init, torch.jit.script(net))
 
 
 def test_tied_leaves_are_refused_by_name_and_kept_by_one_name() -> None:
