@@ -243,6 +243,20 @@ def capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+_set_grad_enabled: Callable[[bool], None] = _of_torch("torch._C:_set_grad_enabled")
+
+
+class no_grad:  # noqa: N801
+    """As the public one, which takes four times as many calls."""
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        _set_grad_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        _set_grad_enabled(self._before)
+
+
 #: A context manager like the public one, but faster.
 inference = _of_torch("torch._C:_InferenceMode")
 plain_tensors: Callable[[], Any] = _of_torch("torch._C:DisableTorchFunctionSubclass")

@@ -110,7 +110,7 @@ def whole(fn: F) -> F:
 
     @wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             with torch._dynamo.error_on_graph_break(True):
                 return fn(*args, **kwargs)
         before = private.set_eval_frame(None)
@@ -168,7 +168,7 @@ def _assume_static(wanted: bool) -> bool:
 
 def one_more(count: int) -> int:
     """`count` + 1. In graphs the count is a variable from the start, or the second call would recompile."""
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_dynamo_compiling():
         return count + 1
     before = _assume_static(False)
     after = count + 1

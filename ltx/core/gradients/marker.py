@@ -441,7 +441,7 @@ class Leaves:
             )
         self._missing[bucket.index] -= 1
         if not self._missing[bucket.index]:
-            with torch.no_grad():
+            with private.no_grad():
                 schedule.start(bucket.index, (), self.taken(bucket))
 
     def taken(self, bucket: Bucket) -> Tensors:

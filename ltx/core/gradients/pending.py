@@ -24,7 +24,7 @@ import torch
 
 from ltx.core import comm
 from ltx.core.base.errors import StepError, StrategyError, UnsupportedError
-from ltx.core.base.private import Tensors, graph_task, run_backward
+from ltx.core.base.private import Tensors, graph_task, no_grad, run_backward
 from ltx.core.comm.backends import CommStream
 from ltx.core.gradients import reduction
 from ltx.core.gradients.buffers import pack, unpack
@@ -366,7 +366,7 @@ class ProcessSchedule(Schedule):
         self.task, self._passes_inside = graph_task(), False
         for bucket in self.plan.buckets if len(self._batches) < len(self.plan.buckets) else ():
             if bucket.index not in self._batches:
-                with torch.no_grad():
+                with no_grad():
                     self.start(bucket.index, (), self.late(bucket))
         self.late = self.late if again else None
         if self._ready:

@@ -153,7 +153,7 @@ class Kernel:
         if device.type != "cpu" and private.capturing():
             return False
         found_inf = None if skip is None else skip.to(device, torch.float32)
-        with torch.no_grad():
+        with private.no_grad():
             if given.steps is not None:
                 torch._foreach_add_(given.steps, 1)
             kernel = row.decoupled if self.group.get("decoupled_weight_decay") else row.kernel

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 
 from ltx.core import comm
-from ltx.core.base import traced, tree
+from ltx.core.base import private, traced, tree
 from ltx.core.base.errors import LtxError, WeightError
 from ltx.core.base.needs import require
 from ltx.core.gradients.pending import ProcessSchedule
@@ -216,7 +216,7 @@ class EagerStep(Step):
     def differentiate(self) -> tuple[BackwardResult, torch.Tensor, Tree, Any]:
         work, mean, buffers, aux = self._forward()
         if isinstance(work.run.schedule, ProcessSchedule):
-            with torch.no_grad():  # recording views in autograd would be costly
+            with private.no_grad():  # recording views in autograd would be costly
                 done, summed = self._backward(work, work.run.schedule)
         else:
             local = self.train.step.strategy.hook(self.info.step) is None

@@ -407,7 +407,7 @@ def check_updated(strategy: Any, got: Any, update: Update, states: States) -> Up
     if not isinstance(got, Updated):
         raise _other(strategy, "update", got, "an ltx.strategies.Updated(params, opt_state, states)")
     # A plain `update` has checked the result of after_update already.
-    as_given = not traced.recording() and got.params is update.params and got.states is states
+    as_given = not torch.compiler.is_dynamo_compiling() and got.params is update.params and got.states is states
     if not (as_given or strategy.updates_in_buckets):
         check_next(strategy, "update", (got.params, got.states), update.params, states)
     return got
@@ -418,7 +418,7 @@ def check_next(strategy: Any, method: str, got: Any, params: Tree, states: State
     if not (isinstance(got, tuple) and len(got) == 2 and isinstance(got[1], dict)):
         raise _other(strategy, method, got, "(params, states), states a dict by path")
     found, after = got
-    eager = not traced.recording()  # Dynamo can't ask for the identity of dicts in torch 2.11
+    eager = not torch.compiler.is_dynamo_compiling()  # Dynamo can't ask for the identity of dicts in torch 2.11
     if not (eager and after is states):
         _check_states(strategy, method, after, params, states)
     if eager and found is params:
