@@ -35,7 +35,7 @@ demo: $(VENV)/.demo
 
 # In two processes, of which each takes a module when it is done with one. PYTEST="--shard 1/4" runs a quarter.
 test: $(VENV)/.test
-	@echo "The tests take six to nine minutes on two cores. The end says how many rows wait for .ci/run, with more packages."
+	@echo "The tests take five to eight minutes on two cores. The end says how many rows wait for .ci/run, with more packages."
 	$(BIN)/python -m tests.shards --doctest-ignore-import-errors $(PYTEST)
 
 test-full: $(VENV)/.full

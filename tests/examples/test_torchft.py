@@ -64,7 +64,8 @@ def test_replicas_that_nobody_disturbs_are_ddp(start: Start, ranks: int, tmp_pat
     assert set(replicas.check(tmp_path, ranks, alive=2 * ranks)) == {2}
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_replica_is_killed_and_healed(start: Start, ranks: int, tmp_path: Path, seed: int) -> None:
     at, steps = random.Random(seed).randrange(2, 10), 20
     ends_well(start("a", steps, ranks=ranks), start("b", steps, kill=at, ranks=ranks), folder=tmp_path)

@@ -206,7 +206,7 @@ WAYS: dict[str, Any] = {
 }
 
 
-@pytest.mark.full(but=2)
+@pytest.mark.full
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", BY_PATH)
 def test_in_a_graph(name: str, way: str, ranks: Ranks) -> None:

@@ -286,7 +286,8 @@ def test_the_pages_programs(tmp_path: Path) -> None:
     assert error.partition(": ")[2] in then.stderr
 
 
-@pytest.mark.parametrize("nothing", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("nothing", [False, True])
 def test_a_script_that_knows_nothing_of_it(nothing: bool, tmp_path: Path) -> None:
     lines = (
         "import sys, torch, ltx",

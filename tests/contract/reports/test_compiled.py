@@ -152,6 +152,7 @@ def a_round(params: dict[str, Tensor], xs: Tensor) -> dict[str, Tensor]:
     return {name: param - 0.1 * grads[name] for name, param in params.items()}
 
 
+@pytest.mark.full
 def test_what_simulated_ranks_share_is_one_output_of_a_graph(seed: int) -> None:
     params, xs = {"w": torch.randn(3, 2)}, torch.randn(4, 5, 3)
     w = params["w"].clone().requires_grad_()
