@@ -255,8 +255,8 @@ _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 def hooked_text(which: str) -> str:
     return (
         f"{which} has hooks (register_hook) for the gradient of this very tensor, and another one is differentiated. "
-        'Remove them, and do to the gradients that you get what they do: grads["name"] * mask after ltx.grad(step)(...); '
-        "in a train step in the optimizer: ltx.optim.chain(ltx.optim.from_functions(...), optimizer)."
+        "Remove them, and do to the gradients that you get what they do: after ltx.grad(step)(...), as in grads['name'] * "
+        "mask; in a train step in the optimizer: ltx.optim.chain(ltx.optim.from_functions(...), optimizer)."
     )
 
 
