@@ -55,6 +55,7 @@ class Negotiation(Peers):
         self._rank, self._ended = axis.rank, False
         self.watcher = hold_watcher(c10d._get_default_store(), dist.get_rank(), heartbeat_s)
         self.deadlocks = self.watcher.deadlocks
+        self.done = self.deadlocks.done  # type: ignore[method-assign]
         asked = partial(TimeoutStore, caller=self.watcher.store_caller)
         super().__init__(axis, name, heartbeat_s, self.watcher.store, asked)
         self._store = self.store_exchange
@@ -144,9 +145,6 @@ class Negotiation(Peers):
             group.abort()
 
     # --- waits
-
-    def done(self) -> None:
-        self.deadlocks.done()
 
     def begin(self) -> None:
         """Clear the place where this rank failed, since it begins something new, and peers may find it there."""

@@ -119,7 +119,8 @@ class Passes:
             self.begin()
         self.call = self._calls()
         committed: list[bool] = []
-        around, self.step, sent, self._thread = self.step, number, self.sent(), threading.get_ident()
+        around, self.step, self._thread = self.step, number, threading.get_ident()
+        sent = self._comm.peers.own.sent
         try:
             yield partial(committed.append, True)
         except BaseException as error:

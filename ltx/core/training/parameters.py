@@ -17,7 +17,7 @@ from ltx.core.base.errors import StepError, TreeError
 from ltx.core.ranks.axis import Axis
 from ltx.core.training.follower import begins, put_apart
 from ltx.core.training.train_state import TrainState
-from ltx.core.transforms.closure_check import Members, check_kind, first_hooked, has_bytes, hooked_text, same_values
+from ltx.core.transforms.closure_check import UNFIT, Members, first_hooked, has_bytes, hooked_text, same_values, unfit
 from ltx.core.transforms.compare import tensors_by_path
 from ltx.typing import Tree
 
@@ -123,7 +123,8 @@ def _check_apart(group: Sequence[_Span]) -> None:
 
 def taken_from(module: torch.nn.Module, axis: Axis, trainable: Trainable) -> tuple[Tree, Tree]:
     """(trained, frozen) parameters of `module`, in the module's memory, which has rank 0's values on every rank."""
-    check_kind(module, "train.init")
+    if isinstance(module, UNFIT):
+        raise unfit(module, "train.init")
     parameters = dict(module.named_parameters())
     tree.check_tensors(parameters, "train.init(module)")
     if axis.ranks.overlaps:

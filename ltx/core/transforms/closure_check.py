@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ltx.core.base import private, tree
-from ltx.core.base.errors import InputError, StepError, TreeError, UnsupportedError
+from ltx.core.base.errors import InputError, LtxError, StepError, TreeError, UnsupportedError
 from ltx.core.base.traced import TracedValueError
 from ltx.core.comm.signature import Seen
 from ltx.core.gradients.planning import in_step
@@ -255,8 +255,9 @@ _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 def hooked_text(which: str) -> str:
     return (
         f"{which} has hooks (register_hook) for the gradient of this very tensor, and another one is differentiated. "
-        "Remove them, and do to the gradients that you get what they do: after ltx.grad(step)(...), as in grads['name'] * "
-        "mask; in a train step in the optimizer: ltx.optim.chain(ltx.optim.from_functions(...), optimizer)."
+        "Remove them, and do to the gradients that you get what they do: "
+        'grads["name"] * mask after ltx.grad(step)(...); in a train step in the optimizer: '
+        "ltx.optim.chain(ltx.optim.from_functions(...), optimizer)."
     )
 
 
@@ -323,13 +324,16 @@ def same_values(xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor]) -> bool:
         return all(torch.equal(bits(xs, device), bits(ys, device)) for device in {x.device for x in xs})
 
 
-def check_kind(module: nn.Module, what: str) -> None:
-    """Raise unless tensors can be put into `module`."""
+#: Modules into which no tensors can be put.
+UNFIT = torch.jit.ScriptModule, nn.DataParallel
+
+
+def unfit(module: Any, what: str) -> LtxError:
+    """The error for what is no module, or one of these."""
     if not isinstance(module, nn.Module):
-        raise TreeError(f"{what} takes a torch.nn.Module, got {type(module).__name__}.")
-    if isinstance(module, torch.jit.ScriptModule | nn.DataParallel):
-        which = "module.module" if isinstance(module, nn.DataParallel) else "the module that was scripted"
-        raise UnsupportedError(f"{what} can't put tensors into a {type(module).__name__}. Give it {which}.")
+        return TreeError(f"{what} takes a torch.nn.Module, got {type(module).__name__}.")
+    which = "module.module" if isinstance(module, nn.DataParallel) else "the module that was scripted"
+    return UnsupportedError(f"{what} can't put tensors into a {type(module).__name__}. Give it {which}.")
 
 
 class Members:
@@ -338,7 +342,8 @@ class Members:
     """
 
     def __init__(self, module: nn.Module, what: str = "functional_call", given: Iterable[str] = ()):
-        check_kind(module, what)
+        if isinstance(module, UNFIT) or not isinstance(module, nn.Module):
+            raise unfit(module, what)
         self.module, self.what = module, what
         self.slots: dict[str, tuple[dict[str, Any], str]] = {}  # path -> the dict that holds the tensor, and its key
         self.names: dict[int, list[str]] = {}  # the names of each tensor, by id
