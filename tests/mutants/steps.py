@@ -289,4 +289,20 @@ MUTANTS = (
         breaks="the next step updates tensors that were given away",
         tests=("tests/internal/training/test_between_steps.py",),
     ),
+    Mutant(
+        name="module: what is put under its tensors is written into the old ones",
+        where="Follower.look",
+        old="value.data = x.detach().clone(memory_format=torch.preserve_format)",
+        new="value.copy_(x.detach())",
+        breaks="tensors that the program puts back later have other values",
+        tests=("tests/contract/training/test_module.py::test_weights_that_are_swapped_by_data_come_back",),
+    ),
+    Mutant(
+        name="module: what is written to copies of to_module is dropped",
+        where="Follower.look",
+        old="if self.shows is None and training:",
+        new="if False:",
+        breaks="a new head, written after a checkpoint was loaded, is gone at the next step",
+        tests=("tests/contract/training/test_module.py::test_to_module_and_the_next_step",),
+    ),
 )
