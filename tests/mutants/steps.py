@@ -234,14 +234,6 @@ MUTANTS = (
         tests=("tests/internal/training/test_between_calls.py::test_another_axis_of_the_name",),
     ),
     Mutant(
-        name="steps: each step without a world has an axis of its own",
-        where="find",
-        old="return _NO_WORLD",
-        new="return Axis(DEFAULT_NAME, 1)",
-        breaks="each step asks all questions anew, and takes twice as long",
-        tests=("tests/internal/training/test_between_steps.py::test_a_steady_step_asks_nothing_anew",),
-    ),
-    Mutant(
         name="steps: each bucket's gradients are for the first parameters",
         where="Prepared.of",
         old="runs = [prepare([leaves[i] for i in group], [states[i] for i in group]) for group in each]",
