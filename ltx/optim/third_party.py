@@ -47,8 +47,7 @@ _ELSE = (
 )
 
 # Prefixes of keys mark tensors that stand for a number or for None in an instance's state, and keys that aren't plain
-# text. _BEGUN is the key of the
-# flag that says whether a parameter's state has begun. The flag is a CPU tensor, as the host reads it.
+# text. _BEGUN is the key of the flag that says whether a parameter's state has begun, on the CPU, as the host reads it.
 _NUMBER, _NONE, _KEY, _BEGUN = "number ", "none ", "key ", "has begun"
 
 
