@@ -239,7 +239,7 @@ def from_torch(
 
     Args:
         cls: the class, not an instance. LBFGS raises an error, since it calls the loss. A class with a ``step()`` of
-            its own (timm's, a ten-line Lion, an Adam that clips), or with hooks or groups that it makes itself, works
+            its own (timm's, a ten-line Lion, an Adam that clips), or a constructor, hooks or groups of its own, works
             with that, on all parameters together. It can't be compiled or differentiated, and ``overlap="update"`` and
             ZeRO refuse it. If it has a ``train()`` method (schedulefree's), ltx calls it before each step; the weights
             that its ``eval()`` would leave are ``optimizer.evaluated(state.params, state.opt_state)``.
