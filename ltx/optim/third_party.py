@@ -53,9 +53,9 @@ _NUMBER, _NONE, _KEY, _BEGUN = "number ", "none ", "key ", "has begun"
 
 @dataclass(frozen=True, repr=False)
 class ThirdParty(optimizers.ClassOptimizer):
-    """A class with a ``step()`` or constructor of its own; made by :func:`ltx.optim.from_torch`. It updates all parameters together (in a
-    :func:`ltx.optim.partition` those of its group), since one's update may depend on the others, as LAMB's clipping
-    does: ``overlap="update"`` and ZeRO refuse it.
+    """A class with a ``step()`` or constructor of its own; made by :func:`ltx.optim.from_torch`. It updates all
+    parameters together (in a :func:`ltx.optim.partition` those of its group), since one's update may depend on the
+    others, as LAMB's clipping does: ``overlap="update"`` and ZeRO refuse it.
     """
 
     def __post_init__(self) -> None:
