@@ -42,10 +42,11 @@ try:
     from ltx.peers.debug import debug_checks
     from ltx.peers.meeting import Meeting as _Meeting
     from ltx.peers.negotiation import Negotiation as _Negotiation
+    from ltx.runtime import launchers as _launchers
     from ltx.shared_memory.transport import open_transport
     from ltx.strategies import DDPStrategy
 
-    _HandedIn.hooks, _HandedIn.strategy = hooks, DDPStrategy()
+    _HandedIn.hooks, _HandedIn.strategy, _HandedIn.launchers = hooks, DDPStrategy(), _launchers
     _HandedIn.meeting, _HandedIn.peers, _HandedIn.transport = _Meeting, _Negotiation, open_transport
 
     # --- training

@@ -24,7 +24,7 @@ PAGE = TESTS.parent / "docs" / "coming-from" / "lightning-names.md"
 
 HERE = "test_migration.py::"
 DONE = "contract/strategies/test_conformance.py::test_processes_do_what_the_reference_says"
-WORLD = "internal/world/test_launchers.py::test_placements"
+WORLD = "internal/runtime/test_launchers.py::test_placements"
 FIELDS = "internal/world/test_init.py::test_process_fields_of_a_strategy"
 ALONE = "contract/conformance/test_properties.py::test_a_world_of_one_is_one_simulated_rank"
 TOLD = "contract/strategies/test_failures.py::test_peers_are_told_and_the_step_can_be_done_again"
@@ -32,7 +32,7 @@ REDUCED = "contract/collectives/test_reduce.py::test_defaults_and_what_passes_th
 
 #: What several classes have in common.
 SHARED = {
-    "accelerator": "internal/world/test_launchers.py::test_devices",
+    "accelerator": "internal/runtime/test_launchers.py::test_devices",
     "parallel_devices": WORLD,
     "cluster_environment": WORLD,
     "checkpoint_io": "contract/checkpoint/test_resume.py::test_every_strategy_goes_on_bit_for_bit",
@@ -41,7 +41,7 @@ SHARED = {
     "broadcast": "internal/collectives/test_objects.py::test_objects_arrive",
     "reduce": REDUCED,
     "teardown": "internal/world/test_init.py::test_teardown_after_an_exception_and_again",
-    "root_device": "internal/world/test_launchers.py::test_devices",
+    "root_device": "internal/runtime/test_launchers.py::test_devices",
 }
 
 

@@ -16,9 +16,7 @@ from ltx.core.comm.backends import look_out
 from ltx.core.comm.passes import Failed
 from ltx.core.comm.store_exchange import StoreExchange, poll_until
 from ltx.core.world.groups import HERE
-from ltx.core.world.launchers import UNSURE
-from ltx.core.world.placement import Placement
-from ltx.core.world.world import World
+from ltx.core.world.world import Placement, World
 from ltx.peers.diagnosis import INIT, Status, Watched
 from ltx.peers.patient_store import TimeoutStore
 from ltx.peers.watcher import Watcher, release_watcher, watch_by
@@ -110,7 +108,7 @@ class Meeting(Watched):
         If ranks can't be sure of their nodes, they first compare their nodes.
         """
         world, wrong = self.world, ""
-        if placement.launcher in UNSURE:
+        if not placement.knows_node:
             own = (placement.node_rank, placement.num_nodes, placement.local_rank, placement.local_size)
             wrong = _misfit(self.exchange.exchange("place", own, "ltx.init, comparing nodes"))
         self._made = True

@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 
 from ltx.core.base.arguments import brief, checked, name_of, seconds, whole
 from ltx.core.base.readable import Table
-from ltx.core.world.launchers import POOL_VARIABLE
 from ltx.core.world.world import cores
 from ltx.errors import ArgumentError, CallInterruptedError, WorkerError
 from ltx.runtime.failures import failure_error, what_became_of_workers
+from ltx.runtime.launchers import POOL_VARIABLE
 from ltx.runtime.messages import Call, Failure, Message, Result, pack, pack_call
 from ltx.runtime.per_rank import PerRank
 from ltx.runtime.worker import StartMethod, starter

@@ -30,8 +30,9 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from ltx.core.base.private import PrefixStore
 from ltx.core.world.groups import loopback_store
-from ltx.core.world.placement import DEFAULT_PORT, LOOPBACK
+from ltx.core.world.world import LOOPBACK
 from ltx.runtime.failures import CONSEQUENCES, exit_text
+from ltx.runtime.placement import DEFAULT_PORT
 
 LOOPBACK_RENDEZVOUS = "ltx-loopback"  #: the name under which torch's launcher finds :class:`LoopbackRendezvous`
 

@@ -38,14 +38,13 @@ from ltx.core.ranks.axis import set_world_axes
 from ltx.core.world.failures import LTX_HOME
 from ltx.core.world.groups import loopback_store, next_is_begun
 from ltx.core.world.init import again, init, renew
-from ltx.core.world.launchers import POOL_VARIABLE
-from ltx.core.world.placement import LOOPBACK
-from ltx.core.world.world import abandon, accelerators, calls, forget, go_on, process
+from ltx.core.world.world import LOOPBACK, abandon, accelerators, calls, forget, go_on, process
 from ltx.errors import LtxError, UnsupportedError, WorkerError
 from ltx.peers.negotiation import Negotiation
 from ltx.peers.watcher import Watcher
 from ltx.runtime import messages, show
 from ltx.runtime.failures import failure_of, places_of
+from ltx.runtime.launchers import POOL_VARIABLE
 from ltx.runtime.messages import Call, Message, Modules, pack, receive
 from ltx.runtime.show import Writer
 

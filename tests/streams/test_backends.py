@@ -21,9 +21,9 @@ from ltx.core.comm.backends import Backends, backends_of, default_backend
 from ltx.core.comm.registry import GroupAxis
 from ltx.core.ranks.axis import axes_in_scope, set_world_axes
 from ltx.core.training.settings import check_devices
-from ltx.core.world.launchers import placement_from_env
 from ltx.core.world.world import world_of
 from ltx.errors import PeerLostError, StepError
+from ltx.runtime.launchers import placement_from_env
 from tests.contract.runtime.environments import TORCHRUN
 from tests.kinds import OnNewAxis, Ranks
 from tests.train_on import raised_by

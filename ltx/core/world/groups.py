@@ -34,8 +34,7 @@ from ltx.core.comm.backends import HOST_BLOCKING, LATER, backends_of, connecting
 from ltx.core.comm.registry import close_axis, open_axis
 from ltx.core.comm.store_exchange import StoreExchange
 from ltx.core.ranks.axis import Axis
-from ltx.core.world.placement import LOOPBACK, Placement
-from ltx.core.world.world import World, process, world_of
+from ltx.core.world.world import LOOPBACK, Placement, World, process, world_of
 
 #: The key in the store of a world that is being made at which its ranks say that they have come.
 HERE = "here"

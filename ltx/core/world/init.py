@@ -23,15 +23,15 @@ from ltx.core.base import kernel
 from ltx.core.base import tree as trees
 from ltx.core.base.arguments import brief, checked, seconds, shown
 from ltx.core.base.errors import PeerLostError, TreeError, WorldError
+from ltx.core.base.handed_in import HandedIn
 from ltx.core.comm.backends import let_go, looking_out
 from ltx.core.ranks.axis import DEFAULT_NAME, Axis, set_world_axes
 from ltx.core.transforms.strategy import Strategy
 from ltx.core.world.failures import note_uncaught
 from ltx.core.world.groups import adopted_world, check_mesh, close_ended, make_group, open_axes
-from ltx.core.world.launchers import placement_beside_group, placement_from_arguments, placement_from_env
-from ltx.core.world.placement import Placement
 from ltx.core.world.world import (
     RANK_VARIABLE,
+    Placement,
     Session,
     World,
     abandon,
@@ -126,7 +126,7 @@ def init(
         "mesh": None if mesh is None else tuple(mesh.items()),
     }
     asked = {name: value for name, value in named.items() if value is not None}  # what was left out agrees with any
-    if (told := placement_from_arguments(rank, size, master, local_rank, local_size)) is not None:
+    if (told := HandedIn.launchers.placement_from_arguments(rank, size, master, local_rank, local_size)) is not None:
         asked["placement"] = told
     session = process.session
     if session is not None and session.pid != os.getpid():
@@ -230,9 +230,9 @@ def _start(asked: Mapping[str, Any]) -> Session:
         asked = {"timeout": DEFAULT_TIMEOUT, "heartbeat_timeout": DEFAULT_HEARTBEAT, **asked}
         timeout, heartbeat = asked["timeout"], asked["heartbeat_timeout"]
         placement = asked.get("placement") or (
-            placement_beside_group(os.environ, dist.get_rank(), dist.get_world_size())
+            HandedIn.launchers.placement_beside_group(os.environ, dist.get_rank(), dist.get_world_size())
             if dist.is_initialized()
-            else placement_from_env(os.environ)
+            else HandedIn.launchers.placement_from_env(os.environ)
         )
         mine = world_of_parent()
         if mine is not None and (mine.rank, mine.size) == (placement.rank, placement.size):

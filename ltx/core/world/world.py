@@ -17,12 +17,30 @@ import torch.distributed.distributed_c10d as c10d
 
 from ltx.core import comm
 from ltx.core.base.errors import PeerLostError, WorldError, said_of
+from ltx.core.base.handed_in import HandedIn
 from ltx.core.base.private import Store
 from ltx.core.comm.backends import default_backend
 from ltx.core.ranks import axis as axes
 from ltx.core.world.failures import note_failure
-from ltx.core.world.launchers import check_alone
-from ltx.core.world.placement import Placement
+
+#: The loopback address: no other machine can connect to it.
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The placement of this process, and where its peers meet. Other fields are as in :class:`ltx.World`."""
+
+    launcher: str
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    master: tuple[str, int] | None = None  # the address of the store where ranks meet; None if the process is alone
+    own_devices: int | None = None  # the number of devices that only this process sees; None if all see all
+    knows_node: bool = field(default=True, compare=False)  # else ranks compare their nodes when they meet
 
 
 @dataclass(frozen=True)
@@ -186,7 +204,7 @@ def _check_alone() -> None:
             "communicate: its peers know the rank's own process. Call collectives and steps there. If the worker is to "
             "compute alone, write `with ltx.init(rank=0, size=1):`."
         )
-    check_alone(os.environ)
+    HandedIn.launchers.check_alone(os.environ)
 
 
 axes.checks_alone.append(_check_alone)

@@ -18,10 +18,10 @@ import torch.distributed as dist
 import ltx
 from ltx import init, shutdown, to_device, world
 from ltx.core.ranks.axis import axes_in_scope
-from ltx.core.world.launchers import LAUNCHERS, placement_beside_group
 from ltx.errors import WorldError
+from ltx.runtime.launchers import LAUNCHERS, placement_beside_group
 from tests.forks import free_port, open_now, settles
-from tests.internal.world.test_launchers import openmpi
+from tests.internal.runtime.test_launchers import openmpi
 from tests.programs import begun, finished
 from tests.train_on import refuses
 

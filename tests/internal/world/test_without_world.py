@@ -14,10 +14,10 @@ from torch import Tensor
 import ltx
 from ltx.core.ranks import axis
 from ltx.core.world import world as worlds
-from ltx.core.world.launchers import LAUNCHERS
 from ltx.errors import WorldError
+from ltx.runtime.launchers import LAUNCHERS
 from tests.contract.runtime.environments import TORCHRUN
-from tests.internal.world.test_launchers import HYDRA, JOB, OPENMPI, STEP
+from tests.internal.runtime.test_launchers import HYDRA, JOB, OPENMPI, STEP
 from tests.train_on import refuses
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ltx import World
-from ltx.core.world.launchers import LAUNCHERS, placement_from_arguments, placement_from_env
-from ltx.core.world.placement import DERIVED_PORTS, Placement, first_host
-from ltx.core.world.world import world_of
+from ltx.core.world.world import Placement, world_of
 from ltx.errors import LtxError, WorldError
 from ltx.peers.meeting import _misfit
+from ltx.runtime.launchers import LAUNCHERS, placement_from_arguments, placement_from_env
+from ltx.runtime.placement import DERIVED_PORTS, first_host
 from tests.contract.runtime.environments import TORCHRUN
 from tests.train_on import refuses
 
@@ -158,7 +158,9 @@ PLACEMENTS: dict[str, tuple[Environ, Placement]] = {
 @pytest.mark.parametrize("case", PLACEMENTS)
 def test_placements(case: str) -> None:
     environ, expected = PLACEMENTS[case]
-    assert placement_from_env(environ) == expected
+    placement = placement_from_env(environ)
+    assert placement == expected
+    assert placement.knows_node == (expected.launcher in ("none", "pool", "slurm", "torchrun"))
     world = world_from_env(environ, cuda_devices=0)
     assert world.is_global_zero == (expected.rank == 0)
     assert world.is_distributed == (expected.size > 1)
@@ -373,7 +375,10 @@ def test_arguments() -> None:
         return placement_from_arguments(*[arguments.get(name) for name in names])
 
     assert told() is None
-    assert told(rank=0, size=1) == Placement("arguments")
+    alone = told(rank=0, size=1)
+    assert alone == Placement("arguments")
+    assert alone is not None
+    assert not alone.knows_node
     assert told(rank=1, size=2, master="h:1") == Placement("arguments", 1, 2, 1, 2, 0, 1, ("h", 1))
     assert told(rank=5, size=8, master="[fd00::1]:80", local_size=4) == Placement(
         "arguments", 5, 8, 1, 4, 1, 2, ("fd00::1", 80)

@@ -20,9 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ltx.core.base.errors import WorldError
-
-#: The loopback address: no other machine can connect to it.
-LOOPBACK = "127.0.0.1"
+from ltx.core.world.world import LOOPBACK, Placement
 
 #: Ports that are derived from a job's id: below those that Linux gives to connections by itself, 32768 to 60999.
 DERIVED_PORTS = range(15000, 25000)
@@ -36,23 +34,8 @@ _MAX_DIGITS = 20
 
 
 @dataclass(frozen=True)
-class Placement:
-    """The placement of this process, and where its peers meet. Other fields are as in :class:`ltx.World`."""
-
-    launcher: str
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-    node_rank: int = 0
-    num_nodes: int = 1
-    master: tuple[str, int] | None = None  # the address of the store where ranks meet; None if the process is alone
-    own_devices: int | None = None  # the number of devices that only this process sees; None if all see all
-
-
-@dataclass(frozen=True)
 class Variables:
-    """The environment, read for one launcher; fields are as in :class:`ltx.core.world.launchers.Launcher`."""
+    """The environment, read for one launcher; fields are as in :class:`ltx.runtime.launchers.Launcher`."""
 
     environ: Mapping[str, str]
     launcher: str
@@ -263,4 +246,4 @@ def mpi_placement(
         ids = [environ[name].encode("utf-8", "surrogateescape") for name in job if environ.get(name)]
         port = derived_port(zlib.crc32(ids[0])) if ids else DEFAULT_PORT
         master = address or LOOPBACK, variables.master_port(port)
-    return Placement(variables.launcher, my_rank, world_size, local, mine, *found, master)
+    return Placement(variables.launcher, my_rank, world_size, local, mine, *found, master, knows_node=False)

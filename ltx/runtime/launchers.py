@@ -12,7 +12,8 @@ from functools import partial
 
 from ltx.core.base.arguments import brief, is_whole
 from ltx.core.base.errors import WorldError
-from ltx.core.world.placement import Placement, Variables, is_slurm_task, mpi_placement, node_of, slurm_placement
+from ltx.core.world.world import Placement
+from ltx.runtime.placement import Variables, is_slurm_task, mpi_placement, node_of, slurm_placement
 
 #: The variable that marks workers of an :class:`ltx.Pool`, which also have the variables that torchrun would set.
 POOL_VARIABLE = "LTX_POOL"
@@ -119,7 +120,7 @@ def placement_from_arguments(
                 f'ltx.init({said}): expected master to be "host:port", the name or address of rank 0\'s node and a '
                 f'free port there, as in "10.0.0.1:29500" or "[fd00::1]:29500", got {brief(master)}.'
             )
-    return Placement("arguments", index, total, local, on_node, *node, where)
+    return Placement("arguments", index, total, local, on_node, *node, where, knows_node=False)
 
 
 def _host_and_port(text: str | None) -> tuple[str, int] | None:
@@ -171,9 +172,6 @@ def _has(*names: str) -> Callable[[Mapping[str, str]], bool]:
     """A function that tells whether an environment has all of the variables `names`."""
     return lambda environ: all(name in environ for name in names)
 
-
-#: Launchers whose ranks don't know for sure which node they are on, and compare their nodes when they meet.
-UNSURE = ("arguments", "openmpi", "mvapich2", "pmi")
 
 #: The known launchers. The first row that recognises the environment counts. A launcher that uses another one stands
 #: above it: mpirun starts processes on other nodes by srun, and then the variables of both are set.
