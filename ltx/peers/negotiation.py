@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -27,10 +27,11 @@ from ltx.core.comm.backends import look_out
 from ltx.core.comm.channel import Channel
 from ltx.core.comm.peers import BUCKETS, PATIENCE_S, Peers, under_way
 from ltx.core.comm.signature import Signature
+from ltx.core.comm.step_summary import Said
 from ltx.core.comm.store_exchange import EXCHANGES
 from ltx.peers.diagnosis import CHECKS, OPENED, Record, Status, Waiter, describe_lost, diagnose, silent_of
 from ltx.peers.patient_store import TimeoutStore
-from ltx.peers.posts import Post, explain_mismatch, list_calls
+from ltx.peers.posts import Post, explain_apart, explain_mismatch, list_calls
 from ltx.peers.watcher import hold_watcher, release_watcher
 
 _CALLS = 1 << 32  # calls are numbered through all sessions of debug_checks; each session gets a range of this size
@@ -221,6 +222,9 @@ class Negotiation(Peers):
     def why(self, what: str, *of: Any) -> str:
         said: dict[str, Callable[..., str]] = {"broken": self._missing, "late": self._late, "refused": self._left}
         return describe_lost(of[0], self._ended_peers(now=True)) if what == "lost" else said[what](*of)
+
+    def explain_apart(self, by_rank: Sequence[Said], late: bool) -> LtxError:
+        return explain_apart(self.axis.name, by_rank, late)
 
     def _left(self) -> str:
         left = self.axis.passes.counted

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ltx.core.base.errors import RankMismatchError
+from ltx.core.base.errors import LtxError, RankMismatchError, ReplicaDivergedError
+from ltx.core.comm.channel import WHICH_CALL
 from ltx.core.comm.signature import Signature, list_values, mismatch
+from ltx.core.comm.step_summary import UNREDUCED, Said
 
 
 @dataclass(frozen=True)
@@ -64,3 +66,50 @@ def explain_mismatch(axis_name: str, by_rank: dict[int, Signature]) -> RankMisma
         return mismatch(axis_name, f"{operation}, order of leaves", orders, "give every rank the same tree")
     statics = {rank: s.static for rank, s in by_rank.items()}
     return mismatch(axis_name, f"{operation}, its arguments", statics, "call it with the same arguments on every rank")
+
+
+_OF_GRAD = "the .grad that this backward pass adds to", "none", UNREDUCED
+#: What ranks have where one has changed its state; where it hasn't; and the fix.
+_OF_STATE = (
+    "the state that this step takes",
+    "as the step before gave it",
+    "change a state (weights, a rate by ltx.optim.adjust) on all ranks alike, where all have the reason for it, as "
+    "ltx.pmean(loss), and the values; or give all one rank's: train.broadcast(state, src)",
+)
+
+
+def explain_apart(axis_name: str, by_rank: Sequence[Said], late: bool) -> LtxError:
+    """What ranks whose digests differ have said of them; nothing if a peer is at another place. `late`: the host has
+    gone on meanwhile.
+    """
+    axis = f"axis {axis_name!r}"
+    applied = "Nothing of this step was applied."
+    if late:
+        applied = "What the step before this one made of them was applied: load a checkpoint."
+    steps = {said.step for said in by_rank}
+    if len(steps) > 1:
+        at = ["in no train step" if said.step is None else f"at step {said.step}" for said in by_rank]
+        each = "; ".join(f"rank {rank} is {where}" for rank, where in enumerate(at))
+        return ReplicaDivergedError(
+            f"{axis}: ranks are at different steps of the training: {each}. Gradients of different parameters have "
+            f"no mean. {applied} Go on from one state on all ranks: train.broadcast(state), or a checkpoint."
+        )
+    if len({said.weighted for said in by_rank}) > 1:
+        of = ["ltx.Weighted" if said.weighted else "a loss without a weight" for said in by_rank]
+        fix = "return ltx.Weighted(total, weight) on all ranks, with weight 0 where one has no data, or on none"
+        return mismatch(axis_name, "what the step returns", dict(enumerate(of)), fix)
+    alone = {rank: said.raised for rank, said in enumerate(by_rank) if said.raised}
+    if alone and len(alone) < len(by_rank):
+        which = "; ".join(f"rank {rank} has left {what}" for rank, what in alone.items())
+        return RankMismatchError(
+            f"{axis}: {which}, unlike the others, and has gone on alone. {applied} Where a rank may leave a step "
+            "out, let all ranks leave it out: compare a flag, ltx.psum(failed), before the next one."
+        )
+    what, usual, fix = _OF_STATE if steps - {None} else _OF_GRAD
+    unreduced = {rank: said.unreduced or usual for rank, said in enumerate(by_rank)}
+    if len(set(unreduced.values())) > 1 and len({said.issued for said in by_rank}) == 1:
+        return mismatch(axis_name, what, unreduced, fix)
+    return RankMismatchError(
+        f"{axis}: ranks have issued different collectives, or the same ones in another order, since the last "
+        f"synchronised step; the results since then are not to be trusted. {applied} {WHICH_CALL}"
+    )

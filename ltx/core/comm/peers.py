@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, Protocol
@@ -17,7 +18,7 @@ from weakref import WeakValueDictionary
 
 import torch.distributed.distributed_c10d as c10d
 
-from ltx.core.base.errors import LtxError
+from ltx.core.base.errors import LtxError, RankMismatchError
 from ltx.core.base.private import PrefixStore
 from ltx.core.comm.signature import Signature
 from ltx.core.comm.store_exchange import StoreExchange
@@ -153,6 +154,10 @@ class Peers:
             return f"rank {', '.join(map(str, of[0]))} is gone"
         broken = "a peer is gone, or the link to it is down"
         return {"broken": broken, "late": "a peer hasn't issued it", "refused": ""}[what]
+
+    def explain_apart(self, by_rank: Sequence[Any], late: bool) -> LtxError:
+        """The error where digests of a step differ, from the ranks' :class:`ltx.core.comm.step_summary.Said`."""
+        return RankMismatchError(f"axis {self.axis.name!r}: ranks have issued different collectives.")
 
     # --- who is there
 

@@ -19,19 +19,19 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from operator import mul
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 
 from ltx.core.base import private, traced
-from ltx.core.base.errors import LtxError, RankMismatchError, ReplicaDivergedError, no_mean
+from ltx.core.base.errors import LtxError, no_mean
 from ltx.core.base.private import unwrapped
 from ltx.core.comm import ledger
 from ltx.core.comm.axis_comm import AxisComm, compare_unusual
 from ltx.core.comm.backends import CommStream, HostCopy, to_device
-from ltx.core.comm.channel import WHICH_CALL, Channel, Work
+from ltx.core.comm.channel import Channel, Work
 from ltx.core.comm.operations import bytes_sent
-from ltx.core.comm.signature import Agreement, Signature, mismatch
+from ltx.core.comm.signature import Agreement, Signature
 
 _LIMB_BITS = 20
 _MASK = (1 << _LIMB_BITS) - 1
@@ -43,14 +43,6 @@ UNREDUCED = (
     "gradients of a function that isn't data parallel, or of a step under ltx.block_backward_sync, are each rank's "
     "own: add nothing reduced to them. Take ltx.accumulate(step, n) for micro-batches; or reduce their sum by "
     "ltx.sync_gradients(grads); or set .grad to None"
-)
-_OF_GRAD = "the .grad that this backward pass adds to", "none", UNREDUCED
-#: What ranks have where one has changed its state; where it hasn't; and the fix.
-_OF_STATE = (
-    "the state that this step takes",
-    "as the step before gave it",
-    "change a state (weights, a rate by ltx.optim.adjust) on all ranks alike, where all have the reason for it, as "
-    "ltx.pmean(loss), and the values; or give all one rank's: train.broadcast(state, src)",
 )
 
 
@@ -155,42 +147,12 @@ class IssuedSummary:
             self._summary, self.work = StepSummary(*summed[:2]), None
         return self._summary
 
-    def _refuse_apart(self, late: bool) -> None:
+    def _refuse_apart(self, late: bool) -> NoReturn:
         """Digests differ: raise an error on all ranks that says what differs."""
         by_rank: list[Said] = []
         with suppress(LtxError):  # a peer is at another place, so it has issued other collectives
             by_rank = [Said(*of_rank) for of_rank in self.compare()]
-        axis = f"axis {self.channel.axis_name!r}"
-        applied = "Nothing of this step was applied."
-        if late:
-            applied = "What the step before this one made of them was applied: load a checkpoint."
-        steps = {said.step for said in by_rank}
-        if len(steps) > 1:
-            at = ["in no train step" if said.step is None else f"at step {said.step}" for said in by_rank]
-            each = "; ".join(f"rank {rank} is {where}" for rank, where in enumerate(at))
-            raise ReplicaDivergedError(
-                f"{axis}: ranks are at different steps of the training: {each}. Gradients of different parameters have "
-                f"no mean. {applied} Go on from one state on all ranks: train.broadcast(state), or a checkpoint."
-            )
-        if len({said.weighted for said in by_rank}) > 1:
-            of = ["ltx.Weighted" if said.weighted else "a loss without a weight" for said in by_rank]
-            fix = "return ltx.Weighted(total, weight) on all ranks, with weight 0 where one has no data, or on none"
-            raise mismatch(self.channel.axis_name, "what the step returns", dict(enumerate(of)), fix)
-        alone = {rank: said.raised for rank, said in enumerate(by_rank) if said.raised}
-        if alone and len(alone) < len(by_rank):
-            which = "; ".join(f"rank {rank} has left {what}" for rank, what in alone.items())
-            raise RankMismatchError(
-                f"{axis}: {which}, unlike the others, and has gone on alone. {applied} Where a rank may leave a step "
-                "out, let all ranks leave it out: compare a flag, ltx.psum(failed), before the next one."
-            )
-        what, usual, fix = _OF_STATE if steps - {None} else _OF_GRAD
-        unreduced = {rank: said.unreduced or usual for rank, said in enumerate(by_rank)}
-        if len(set(unreduced.values())) > 1 and len({said.issued for said in by_rank}) == 1:
-            raise mismatch(self.channel.axis_name, what, unreduced, fix)
-        raise RankMismatchError(
-            f"{axis}: ranks have issued different collectives, or the same ones in another order, since the last "
-            f"synchronised step; the results since then are not to be trusted. {applied} {WHICH_CALL}"
-        )
+        raise self.channel.peers.explain_apart(by_rank, late)
 
 
 def end_pass(among: AxisComm, summary: IssuedSummary) -> StepSummary:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from ltx.core.comm.signature import Signature
 from ltx.core.comm.step_summary import IssuedSummary, Said, numbers_of
 from ltx.errors import RankMismatchError
-from ltx.peers.posts import explain_mismatch
+from ltx.peers.posts import explain_apart, explain_mismatch
 
 
 class Wire:
@@ -22,6 +23,7 @@ class Wire:
     def __init__(self, size: int):
         self.size = size
         self.axis_name = "data"
+        self.peers = SimpleNamespace(explain_apart=partial(explain_apart, "data"))
         self.sum: Tensor = torch.zeros(())
 
     def orders_streams(self, device: torch.device) -> bool:
