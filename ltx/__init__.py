@@ -36,13 +36,13 @@ try:
 
     # --- strategies, world, running
     from ltx.core.transforms.strategy import Strategy
-    from ltx.core.world.failures import hide_ours
     from ltx.core.world.init import init, to_device
     from ltx.core.world.world import World, shutdown, world
     from ltx.peers.debug import debug_checks
     from ltx.peers.meeting import Meeting as _Meeting
     from ltx.peers.negotiation import Negotiation as _Negotiation
     from ltx.runtime import launchers as _launchers
+    from ltx.runtime.tracebacks import hide_ours
     from ltx.shared_memory.transport import open_transport
     from ltx.strategies import DDPStrategy
 

@@ -17,9 +17,9 @@ from typing import Any
 import cloudpickle
 
 from ltx.core.base.errors import message_of
-from ltx.core.world.failures import in_words, is_hidden, label, place_of, place_of_error
 from ltx.errors import CallFailedError, CallTimeoutError, WorkerError
 from ltx.runtime.messages import At, Failure, Idle, Result
+from ltx.runtime.tracebacks import in_words, is_hidden, label, place_of, place_of_error
 
 
 def failure_of(error: BaseException, doing: str = "", *, cancelled: bool = False, in_world: bool = False) -> Failure:

@@ -1,22 +1,31 @@
-"""Which launcher has started this process: the table of launchers, and arguments that override it.
+"""Which launcher has started this process: the table of launchers, and arguments that override it; reports to it.
 
-All functions are pure functions of the given environment variables. A new launcher is one row in :data:`LAUNCHERS`.
+Placements are pure functions of the given environment variables. A new launcher is one row in :data:`LAUNCHERS`.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from types import TracebackType
 
 from ltx.core.base.arguments import brief, is_whole
-from ltx.core.base.errors import WorldError
+from ltx.core.base.errors import WorldError, message_of
 from ltx.core.world.world import Placement
 from ltx.runtime.placement import Variables, is_slurm_task, mpi_placement, node_of, slurm_placement
+from ltx.runtime.tracebacks import place_of_error
 
 #: The variable that marks workers of an :class:`ltx.Pool`, which also have the variables that torchrun would set.
 POOL_VARIABLE = "LTX_POOL"
+#: The file of torchrun, and an attribute of what was reported in it.
+_ERROR_FILE, _NOTED = "TORCHELASTIC_ERROR_FILE", "_ltx_noted"
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
@@ -187,3 +196,31 @@ LAUNCHERS: tuple[Launcher, ...] = (
     # The last row, since job scripts may set this variable for processes that srun starts.
     Launcher("torchrun", ("RANK", "WORLD_SIZE"), _has("WORLD_SIZE"), _torchrun_placement, _BY_TORCHRUN),
 )
+
+
+def note_failure(error: BaseException) -> None:
+    """In a rank: report its exception to the launcher now, since its teardown may take long."""
+    file = os.environ.get(_ERROR_FILE)
+    if not file or (isinstance(error, SystemExit) and not error.code) or getattr(error, _NOTED, False):
+        return
+    now, rank = time.time(), os.environ.get("RANK")
+    extra = {"py_callstack": "", "timestamp": str(int(now)), "at_s": now, "rank": rank}
+    extra |= {"kind": type(error).__name__, "where": place_of_error(error)}
+    with suppress(OSError, AttributeError):
+        Path(file).write_text(json.dumps({"message": {"message": message_of(error), "extraInfo": extra}}))
+        setattr(error, _NOTED, True)
+
+
+def note_uncaught(then: Callable[[BaseException], None]) -> None:
+    """In a rank: note the exception that ends the program, and call `then` with it."""
+    before = sys.excepthook
+    if getattr(before, _NOTED, False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        note_failure(error)
+        before(kind, error, where)
+        then(error)
+
+    setattr(hook, _NOTED, True)
+    sys.excepthook = hook

@@ -51,9 +51,9 @@ import torch
 
 from ltx.core.base.arguments import name_of
 from ltx.core.comm.pickling import TensorPickler
-from ltx.core.world.failures import is_installed
 from ltx.errors import WorkerError
 from ltx.runtime.show import ipython
+from ltx.runtime.tracebacks import is_installed
 
 
 class Setup(NamedTuple):

@@ -35,7 +35,6 @@ import torch.distributed as dist
 from ltx.core import comm
 from ltx.core.comm.pickling import KEY, named
 from ltx.core.ranks.axis import set_world_axes
-from ltx.core.world.failures import LTX_HOME
 from ltx.core.world.groups import loopback_store, next_is_begun
 from ltx.core.world.init import again, init, renew
 from ltx.core.world.world import LOOPBACK, abandon, accelerators, calls, forget, go_on, process
@@ -47,6 +46,7 @@ from ltx.runtime.failures import failure_of, places_of
 from ltx.runtime.launchers import POOL_VARIABLE
 from ltx.runtime.messages import Call, Message, Modules, pack, receive
 from ltx.runtime.show import Writer
+from ltx.runtime.tracebacks import LTX_HOME
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 

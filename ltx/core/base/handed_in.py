@@ -9,7 +9,7 @@ class HandedIn:
     """Set once, when ``ltx`` is imported, but for `messages`. The last three may be missing."""
 
     hooks: Any = None  # ltx.hooks
-    launchers: Any = None  # ltx.runtime.launchers: where this process stands, by who has started it
+    launchers: Any = None  # ltx.runtime.launchers: where this process stands, and reports to who has started it
     strategy: Any = None  # of steps that are given none; made once: Dynamo can't make it while it traces
     meeting: Any = None  # (store, world, timeout_s, heartbeat_s) -> how the ranks of a world that is made meet
     peers: Any = None  # (communicator, axis' name, heartbeat_s) -> who knows them, an ltx.core.comm.peers.Peers

@@ -27,7 +27,6 @@ from ltx.core.base.handed_in import HandedIn
 from ltx.core.comm.backends import let_go, looking_out
 from ltx.core.ranks.axis import DEFAULT_NAME, Axis, set_world_axes
 from ltx.core.transforms.strategy import Strategy
-from ltx.core.world.failures import note_uncaught
 from ltx.core.world.groups import adopted_world, check_mesh, close_ended, make_group, open_axes
 from ltx.core.world.world import (
     RANK_VARIABLE,
@@ -144,7 +143,7 @@ def init(
         session = again(session)
     if session is None:
         session = process.session = _start(asked)
-        note_uncaught(abandon)
+        HandedIn.launchers.note_uncaught(abandon)
         atexit.unregister(shutdown)  # register it once; it runs before handlers that were registered earlier
         atexit.register(shutdown)
     else:

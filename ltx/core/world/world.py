@@ -21,7 +21,6 @@ from ltx.core.base.handed_in import HandedIn
 from ltx.core.base.private import Store
 from ltx.core.comm.backends import default_backend
 from ltx.core.ranks import axis as axes
-from ltx.core.world.failures import note_failure
 
 #: The loopback address: no other machine can connect to it.
 LOOPBACK = "127.0.0.1"
@@ -112,7 +111,7 @@ class World:
             return
         try:
             if error is not None:
-                note_failure(error)
+                HandedIn.launchers.note_failure(error)
                 abandon(error)
             shutdown()
         except Exception:

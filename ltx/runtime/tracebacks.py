@@ -1,26 +1,17 @@
-"""The user's line that raised an exception, tracebacks without ltx's frames, a rank's report to its launcher."""
+"""The user's line that raised an exception, and tracebacks without ltx's frames."""
 
 from __future__ import annotations
 
-import json
 import linecache
 import os
 import site
-import sys
 import sysconfig
-import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ltx.core.base.errors import message_of
-
-LTX_HOME = Path(__file__).resolve().parents[2]
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-_NOTED = "_ltx_noted"
+LTX_HOME = Path(__file__).resolve().parents[1]
 _SHOWN = "LTX_TRACEBACKS"
 
 
@@ -92,31 +83,3 @@ def hide_ours(shell: Any) -> None:
 
     if shell is not None and not shell.custom_exceptions:
         shell.set_custom_exc((Exception,), show)
-
-
-def note_failure(error: BaseException) -> None:
-    """In a rank: report its exception to the launcher now, since its teardown may take long."""
-    file = os.environ.get(_ERROR_FILE)
-    if not file or (isinstance(error, SystemExit) and not error.code) or getattr(error, _NOTED, False):
-        return
-    now, rank = time.time(), os.environ.get("RANK")
-    extra = {"py_callstack": "", "timestamp": str(int(now)), "at_s": now, "rank": rank}
-    extra |= {"kind": type(error).__name__, "where": place_of_error(error)}
-    with suppress(OSError, AttributeError):
-        Path(file).write_text(json.dumps({"message": {"message": message_of(error), "extraInfo": extra}}))
-        setattr(error, _NOTED, True)
-
-
-def note_uncaught(then: Callable[[BaseException], None]) -> None:
-    """In a rank: note the exception that ends the program, and call `then` with it."""
-    before = sys.excepthook
-    if getattr(before, _NOTED, False):
-        return
-
-    def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-        note_failure(error)
-        before(kind, error, where)
-        then(error)
-
-    setattr(hook, _NOTED, True)
-    sys.excepthook = hook
