@@ -174,7 +174,7 @@ def tidied(pools: dict[int, Pool]) -> Iterator[None]:
 
 
 def _look_for_leftovers() -> None:
-    useless = [axis.name for axis in comm.open_axes() if any(channel.failed for channel in axis.comm.channels)]
+    useless = [axis.name for axis in comm.communicators() if any(channel.failed for channel in axis.channels)]
     if useless:  # by an error that a test has kept from leaving its call
         raise RuntimeError(f"{useless} are out of step")
     if _threads() > MANY_THREADS:
@@ -253,7 +253,7 @@ def on_new_axis(request: pytest.FixtureRequest) -> Iterator[Callable[..., PerRan
         _seed(seed)
         world_axes = axes_in_scope()
         for axis in comm.open_axes():
-            if axis not in world_axes and not axis.comm.closed:  # a part, with its axis
+            if axis not in world_axes:
                 inside.close_axis(axis)
         gc.collect()  # groups in the tracebacks of errors
         # Not torch's half an hour: whoever lets go of a group waits for what is under way on it.

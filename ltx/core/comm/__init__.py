@@ -24,7 +24,6 @@ from ltx.core.comm.registry import communicators as communicators
 from ltx.core.comm.registry import end_world as end_world
 from ltx.core.comm.registry import has_failed as has_failed
 from ltx.core.comm.registry import has_lost_pass as has_lost_pass
-from ltx.core.comm.registry import holders_of_groups as holders_of_groups
 from ltx.core.comm.registry import kinds_of as kinds_of
 from ltx.core.comm.registry import open_axes as open_axes
 from ltx.core.comm.registry import open_axis as open_axis

@@ -187,10 +187,10 @@ class AxisComm(Ranks):
             unread.wait()
 
     def release(self) -> list[dist.ProcessGroup]:
-        """Drop and return the process groups that this axis holds besides those of its channels."""
+        """Drop and return the process groups of this axis, its channels and its parts."""
         groups = [] if self.group is None else [self.group]
         self.group = self._stream_group = None  # the channels hold the stream group, too
-        return groups
+        return groups + [group for holder in (*self.channels, *self.parts) for group in holder.release()]
 
     def negotiate(
         self, channel: Channel, key: Any, describe: Callable[[], Signature], offer: Callable[[], Any] = lambda: None

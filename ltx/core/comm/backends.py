@@ -377,7 +377,7 @@ def set_up_watchdog() -> None:
 
 
 def let_go(held: list[Any]) -> None:
-    """Drop the process groups of closed communicators and channels, and wait until the groups' threads end.
+    """Drop the process groups of closed communicators, and wait until the groups' threads end.
 
     torch's ``destroy_process_group`` only forgets a group. Its threads end with the last reference to it, and threads
     left when Python ends sometimes abort the process. So each of `held` loses its group here, even if something still
@@ -387,11 +387,7 @@ def let_go(held: list[Any]) -> None:
     operation's timeout, and gloo can't be told to give up. A rank that failed between issuing and waiting mustn't hang
     there. So a thread waits, and is abandoned after a few seconds; this process' end then breaks the connections.
     """
-    groups = []
-    while held:
-        one = held.pop()
-        groups.extend(one.release())
-    one = None
+    groups = [group for one in held for group in one.release()]
     if not groups:
         return
 

@@ -60,7 +60,8 @@ class OwnPart:
         self.sent, self.pid = 0, os.getpid()
 
 
-_own: WeakValueDictionary[str, OwnPart] = WeakValueDictionary()  # by the name of the world
+#: By the name of the world.
+own_parts: WeakValueDictionary[str, OwnPart] = WeakValueDictionary()
 
 
 class Peers:
@@ -85,7 +86,7 @@ class Peers:
         store = store or c10d._get_default_store()
         whole, count = asked(store), f"{of_ranks}/opened by {axis.rank}"
         self.world: str = whole.compare_set("ltx/world", "", os.urandom(8).hex()).decode()
-        self.own = _own.setdefault(self.world, OwnPart())
+        self.own = own_parts.setdefault(self.world, OwnPart())
         self.label = f"{of_ranks}/{whole.add(count, 1)}"
         self._uncount = partial(whole.add, count, -1)
         part, limit_s = asked(PrefixStore(f"{self.label}/", store)), axis.timeout.total_seconds()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -17,7 +17,7 @@ from ltx.core.base.arguments import brief, is_whole
 from ltx.core.base.errors import AxisError, WorldError
 from ltx.core.comm.axis_comm import AxisComm, NewGroup
 from ltx.core.comm.backends import let_go
-from ltx.core.comm.peers import DEFAULT_HEARTBEAT_S
+from ltx.core.comm.peers import DEFAULT_HEARTBEAT_S, own_parts
 from ltx.core.comm.processes import ProcessRanks
 from ltx.core.comm.signature import Signature
 from ltx.core.ranks import axis as axes
@@ -80,7 +80,7 @@ class GroupAxis(Axis):
                 dist.destroy_process_group(self.comm.group)
             else:
                 self.comm.group = None  # it goes on
-            let_go(holders_of_groups([self, *_parts_of(self)]))
+            let_go([self.comm])
 
     def __enter__(self) -> GroupAxis:
         return self
@@ -149,13 +149,13 @@ def close_axis(axis: Axis) -> None:
 
 
 def open_axes() -> tuple[Axis, ...]:
-    """All open axes, also parts of other axes, and axes that a collective opened for a group."""
-    opened = tuple(_opened.values())
-    return (*opened, *(part for axis in opened for part in _parts_of(axis)))
+    """All open axes, also those that a collective opened for a group, but no parts of other axes."""
+    return tuple(_opened.values())
 
 
 def communicators() -> list[Any]:
-    return [axis.comm for axis in open_axes() if axis.comm is not None]
+    """Those of all open axes and of their parts."""
+    return [axis_comm for own in own_parts.values() for axis_comm in own.axes]
 
 
 def has_failed(of_peers: bool = False) -> bool:
@@ -186,17 +186,7 @@ def end_world(axis: Axis, error: BaseException, what: str) -> None:
 
 def all_peers() -> list[Any]:
     """The peers on one open axis of each world."""
-    return [*{axis_comm.peers.world: axis_comm.peers for axis_comm in communicators()}.values()]
-
-
-def _parts_of(axis: Axis) -> list[Axis]:
-    return [Axis(part.name, part.size, part) for part in axis.comm.parts] if axis.comm else []
-
-
-def holders_of_groups(opened: Iterable[Axis]) -> list[Any]:
-    """The communicators and channels that hold the process groups of the axes `opened`, and can drop them."""
-    comms = [axis.comm for axis in opened if axis.comm is not None]
-    return [one for axis_comm in comms for one in (axis_comm, *axis_comm.channels)]
+    return [own.axes[-1].peers for own in own_parts.values() if own.axes]
 
 
 def _refuse_fork() -> None:

@@ -440,7 +440,7 @@ def inner_pass(who: str) -> UnsupportedError:
 
 
 def _issued_in_graphs() -> int:
-    return sum(axis.comm.issued_in_graphs for axis in comm.open_axes() if axis.comm is not None)
+    return sum(axis_comm.issued_in_graphs for axis_comm in comm.communicators())
 
 
 def schedule_for(plan: Plan, deferred: bool = False, compiled: bool = False) -> Schedule:

@@ -273,12 +273,11 @@ def _start(asked: Mapping[str, Any]) -> Session:
 
 
 def _close_others(axes: tuple[Axis, ...], held: list[Any]) -> None:
-    """Add to `held` the objects that hold open axes' process groups, and close the axes that aren't in `axes`, which
-    collectives on a process group or DeviceMesh have opened.
+    """Add to `held` the communicators of all open axes, and close the axes that aren't in `axes`, which collectives on
+    a process group or DeviceMesh have opened.
     """
-    everything = comm.open_axes()
-    held.extend(comm.holders_of_groups(everything))
-    for axis in everything:
+    held.extend(comm.communicators())
+    for axis in comm.open_axes():
         if all(axis is not other for other in axes):
             close_ended(axis, dist.group.WORLD if dist.is_initialized() else None)
 
