@@ -150,39 +150,23 @@ def _all_to_all(group: dist.ProcessGroup, buffer: torch.Tensor, _: Arguments) ->
     return Works(works), buffer, lambda buffer: _joined(taken).view(buffer.shape)
 
 
-def _ppermute(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
-    out = torch.empty_like(buffer) if group.rank() in arguments[1::2] else torch.zeros_like(buffer)
-    return _routed(group, buffer.flatten(), _pairs(arguments), out)
+def _routed(group: dist.ProcessGroup, given: torch.Tensor, routes: Routes, shape: tuple[int, ...]) -> Started:
+    """Send `given`, or its row for each rank, along `routes`. What arrives has this `shape`; zeros if nothing does."""
+    rank, size, parts, works = group.rank(), group.size(), _messages(group, given), []
+    rows = sum((other, rank) in routes for other in range(size))
+    out = given.new_empty(rows * given.shape[-1])
+    taken = out.split([rows * part.shape[-1] for part in parts])
+    for part, arriving in zip(parts, taken, strict=True):
+        sent, received = _splits(routes, rank, size, part.shape[-1])
+        flat = part.reshape(-1)[: sum(sent)]
+        works.append(dist.all_to_all_single(arriving, flat, received, sent, group=group, async_op=True))
 
+    def finish(out: torch.Tensor) -> torch.Tensor:
+        if not rows:
+            return out.new_zeros(shape)
+        return (out if rows == 1 else _joined([part.view(rows, -1) for part in taken])).view(shape)
 
-def _gather(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
-    size, taken, works = group.size(), [], []
-    for given in _messages(group, buffer.flatten()):
-        sent, received = _splits(_to_one(arguments, size), group.rank(), size, given.numel())
-        taken.append(given.new_empty(sum(received)))
-        works.append(dist.all_to_all_single(taken[-1], given, received, sent, group=group, async_op=True))
-
-    def finish(buffer: torch.Tensor) -> torch.Tensor:
-        if group.rank() != arguments[0]:
-            return buffer.new_zeros((size, *buffer.shape))
-        return _joined([rows.view(size, -1) for rows in taken]).view(size, *buffer.shape)
-
-    return Works(works), buffer, finish
-
-
-def _scatter(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
-    rows = buffer.reshape(group.size(), -1)
-    return _routed(group, rows, _from_one(arguments, group.size()), buffer.new_empty(buffer.shape[1:]))
-
-
-def _routed(group: dist.ProcessGroup, given: torch.Tensor, routes: Routes, out: torch.Tensor) -> Started:
-    """All-to-all: send parts (or rows) of `given` along `routes`, and receive into `out`."""
-    works = []
-    for part, taken in zip(_messages(group, given), _messages(group, out.flatten()), strict=True):
-        sent, received = _splits(routes, group.rank(), group.size(), taken.numel())
-        flat = (taken[: sum(received)], part.reshape(-1)[: sum(sent)])
-        works.append(dist.all_to_all_single(*flat, received, sent, group=group, async_op=True))
-    return Works(works), out, as_it_is
+    return Works(works), out, finish
 
 
 #: Pairs of ranks: (source, destination).
@@ -342,7 +326,7 @@ _ROWS = (
     ),
     Operation(
         "gather",
-        _gather,
+        lambda group, x, to: _routed(group, x.flatten(), _to_one(to, group.size()), (group.size(), *x.shape)),
         lambda x, n, group, to: _routed_in_graph([x.flatten()] * n, group, _to_one(to, n), (n * x.numel(),)),
         bytes_sent=lambda nbytes, n: nbytes,
         result_shape=lambda shape, n: (n, *shape),
@@ -350,7 +334,7 @@ _ROWS = (
     ),
     Operation(
         "scatter",
-        _scatter,
+        lambda group, x, to: _routed(group, x.reshape(group.size(), -1), _from_one(to, group.size()), x.shape[1:]),
         lambda x, n, group, to: _routed_in_graph([*x.reshape(n, -1)], group, _from_one(to, n), (x.numel() // n,)),
         result_shape=lambda shape, n: tuple(shape[1:]),
         moves=True,
@@ -358,7 +342,7 @@ _ROWS = (
     Operation("all_to_all", _all_to_all, _all_to_all_in_graph, moves=True),
     Operation(
         "ppermute",
-        _ppermute,
+        lambda group, x, to: _routed(group, x.flatten(), _pairs(to), x.shape),
         lambda x, n, group, to: _routed_in_graph([x.flatten()] * n, group, _pairs(to), x.shape),
         bytes_sent=lambda nbytes, n: nbytes,
         messages=lambda n: 1,
