@@ -123,7 +123,7 @@ class AxisComm(Ranks):
 
     def open_phases(self, count: int) -> None:
         """Open bucket channels until there are `count`. Opening waits for all ranks, so all must call this together."""
-        while (opened := len(self._phases)) < count:
+        while (opened := len(self.channels) - 2) < count:
             self.channels.append(self._open_channel(f"{BUCKETS}{opened}"))
 
     def stream_of(self, device: torch.device) -> CommStream | None:
@@ -153,10 +153,6 @@ class AxisComm(Ranks):
     def bucket_channel(self, phase: int) -> Channel:
         """The channel for the `phase`-th collective of each bucket."""
         return self.channels[2 + phase]
-
-    @property
-    def _phases(self) -> list[Channel]:
-        return self.channels[2:]
 
     @property
     def device(self) -> torch.device:
@@ -232,10 +228,11 @@ class AxisComm(Ranks):
         return known
 
     def _compare(self, channel: Channel, signature: Signature, offer: Any) -> Any:
-        if channel in self._phases:
+        of_buckets = channel not in (self.user, self.background)
+        if of_buckets:
             self.passes.find_dropped()
             self.check_usable()
-        with self.passes.aborted_by(*((DeadlockDetectedError,) if channel in self._phases else ())):
+        with self.passes.aborted_by(*((DeadlockDetectedError,) if of_buckets else ())):
             value = self.peers.compare(channel, signature, offer)
         if channel.habit is not None:
             channel.habit.compared(channel.issued + 1)

@@ -39,10 +39,16 @@ def open_axis(
     """The axis `name` over the ranks of `group`. All ranks of the group call it, in the same order for several axes.
     Defaults: a name that no other axis has, and the world's times. `make`: the axis' class, if it isn't open yet.
     """
-    if isinstance(group, dist.ProcessGroup) and name is not None and (group, name) in _opened:
-        return _opened[group, name]
     if not isinstance(group, dist.ProcessGroup | NewGroup):  # torch gives a number to processes outside of a new group
-        raise AxisError(f"axis {name!r}: {outsider()}")
+        who = f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
+        raise AxisError(
+            f"axis {name or group!r}: {who} isn't a member of the process group that was given as an axis. Only its "
+            "members may call this."
+        )
+    if isinstance(group, dist.ProcessGroup):
+        name = group.group_name if name is None else name
+        if (group, name) in _opened:
+            return _opened[group, name]
     world = [axis.comm for axis in axes.world_axes() if axis.comm is not None]
     of_world = (world[0].timeout, world[0].peers.heartbeat_s) if world else (_DEFAULT_TIMEOUT, DEFAULT_HEARTBEAT_S)
     axis_comm = AxisComm(name, group, timeout or of_world[0], heartbeat_s or of_world[1])
@@ -128,17 +134,9 @@ def axis_from_group(group: dist.ProcessGroup | Sequence[int], name: str | None =
             raise AxisError(f"axis_from_group: rank {mine} isn't among ranks {ranks}. Only these may call it.")
         made = NewGroup(ranks, dist.get_backend_config())  # which these ranks alone make
         opened = open_axis(name, made, make=partial(GroupAxis, owns_group=True))
-    elif isinstance(group, dist.ProcessGroup):
-        opened = open_axis(group.group_name if name is None else name, group, make=GroupAxis)
-    else:  # torch gives a number to processes outside of a new group
-        raise AxisError(f"axis {name or group!r}: {outsider()}")
+    else:
+        opened = open_axis(name, group, make=GroupAxis)  # type: ignore[arg-type]
     return opened if isinstance(opened, GroupAxis) else GroupAxis(opened.name, opened.size, opened.ranks)
-
-
-def outsider() -> str:
-    """The error for a process that isn't in the group given as an axis."""
-    who = f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
-    return f"{who} isn't a member of the process group that was given as an axis. Only its members may call this."
 
 
 def close_axis(axis: Axis) -> None:
@@ -236,11 +234,8 @@ def resolve(axis: Any) -> Axis:
         return axes.joined(axis)
     if isinstance(axis, Axis):
         return axes.check_open(axis)
-    if isinstance(axis, dist.ProcessGroup):
-        return first_opened(axis) or open_axis(axis.group_name, axis)
-    if isinstance(axis, int) and axis == dist.GroupMember.NON_GROUP_MEMBER:
-        # torch gives this number to processes outside of a new group.
-        raise AxisError(outsider())
+    if isinstance(axis, dist.ProcessGroup) or (isinstance(axis, int) and axis == dist.GroupMember.NON_GROUP_MEMBER):
+        return first_opened(axis) or open_axis(None, axis)  # type: ignore[arg-type]
     got = f"{axis}. A dimension of tensors is dim= here" if isinstance(axis, int) else type(axis).__name__
     raise AxisError(f"an axis is a name, a tuple of names, an ltx.Axis, a ProcessGroup or a DeviceMesh, got {got}.")
 
