@@ -84,7 +84,6 @@ class AxisComm(Ranks):
         self.known: dict[Any, Agreement] = {}  # what the ranks have agreed on
         self.closed = False
         self.compared = Seen()
-        self.buffer_pool = BufferPool(self._room)  # of the gradients' buckets
         self.parts: list[Any] = []  # communicators of its groups
         self.unread: Any = None  # the IssuedSummary of the last pass, if the host hasn't read it
         self.issued_in_graphs = 0  # the number of the user's collectives that may be part of a backward pass
@@ -99,6 +98,7 @@ class AxisComm(Ranks):
         self.user, self.background = self._open_channel("user"), self._open_channel("background")
         self.first_phase = self._open_channel(f"{BUCKETS}0")
         self.channels = [self.user, self.background, self.first_phase]
+        self.buffer_pool = BufferPool(self.first_phase.transport)  # of the gradients' buckets
         self.peers.own.axes.append(self)
 
     def _open_group(self, backend: str, place: str, described: str, **how: Any) -> dist.ProcessGroup:
@@ -144,11 +144,6 @@ class AxisComm(Ranks):
             known = [type(self)(name, group, self.timeout, self.peers.heartbeat_s)]
             self.parts += known
         return len(ranks), known[0]
-
-    def _room(self, nbytes: int) -> torch.UntypedStorage | None:
-        """Memory for a bucket where its sum is read in place, if there is such."""
-        transport = self.first_phase.transport
-        return None if transport is None else transport.room(nbytes)
 
     def bucket_channel(self, phase: int) -> Channel:
         """The channel for the `phase`-th collective of each bucket."""

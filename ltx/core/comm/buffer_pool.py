@@ -9,12 +9,13 @@ array or a view of one, keeps its memory.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from math import prod
 
 import torch
 
 from ltx.core.base.private import storage_uses
+from ltx.core.comm.transport import Transport
 
 #: Buffers kept for each bucket: one holds a step's gradients while the next step fills another.
 _KEPT = 2
@@ -35,8 +36,8 @@ _UNUSED = _references_without_users()
 class BufferPool:
     """The memory of the buckets of one plan. It holds CPU tensors alone: on GPUs torch's allocator does the same."""
 
-    def __init__(self, room: Callable[[int], torch.UntypedStorage | None] = lambda nbytes: None) -> None:
-        self._room = room  # where new memory comes from, if it has so many bytes
+    def __init__(self, transport: Transport | None = None) -> None:
+        self._transport = transport  # new memory for sums, which are read in place there, comes from it if it has room
         self._plan: Hashable = None
         self._kept: dict[tuple[int, bool], list[torch.UntypedStorage]] = {}
 
@@ -60,7 +61,7 @@ class BufferPool:
             if storage.nbytes() == nbytes and storage_uses(storage._cdata) == 1 and sys.getrefcount(storage) == _UNUSED:
                 break
         else:
-            new = self._room(nbytes) if summed else None
+            new = self._transport.room(nbytes) if summed and self._transport is not None else None
             storage = new or torch.empty(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
             kept[:] = [*(other for other in kept if other.nbytes() == nbytes), storage][-_KEPT:]
         taken: torch.Tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage)
