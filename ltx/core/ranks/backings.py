@@ -7,7 +7,6 @@ that uses an axis calls its ranks' methods, and never asks which kind they are.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -221,17 +220,17 @@ class Part:
         """The ranks of the group of `rank`, in order."""
         return next(group for group in self.groups if rank in group)
 
-    def by_rank(self, entries: Iterable[Iterable[int]]) -> torch.Tensor:
-        """A vector with one entry for each rank, from `entries` by group and place."""
-        rows = zip(self.groups, entries, strict=True)
-        of = {rank: entry for group, row in rows for rank, entry in zip(group, row, strict=True)}
-        return torch.tensor([of[rank] for rank in range(self.world)], device="cpu")
+    @property
+    def places(self) -> torch.Tensor:
+        """Each rank's place in its group."""
+        found = sorted((rank, place) for group in self.groups for place, rank in enumerate(group))
+        return torch.tensor([place for _, place in found], device="cpu")
 
     @property
     def order(self) -> torch.Tensor:
-        """The position of each rank in a list of all groups, one group after the other."""
-        ends = itertools.accumulate(self.sizes)
-        return self.by_rank(range(end - size, end) for size, end in zip(self.sizes, ends, strict=True))
+        """Each rank's position in a list of all groups, one group after the other."""
+        listed = [rank for group in self.groups for rank in group]
+        return torch.tensor(sorted(range(len(listed)), key=listed.__getitem__), device="cpu")
 
     def within(self, outer: Part) -> Part:
         """The partition of the whole axis that divides each group of `outer` by this partition."""
@@ -241,14 +240,11 @@ class Part:
 @lru_cache(maxsize=64)
 def mesh_part(sizes: tuple[int, ...], dims: tuple[int, ...]) -> Part:
     """The ranks of a mesh (its axes' `sizes`, outermost first) whose places differ only along `dims`, in that order."""
-    strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
-
-    def ranks(along: Iterable[int]) -> list[int]:
-        steps = [[i * strides[dim] for i in range(sizes[dim])] for dim in along]
-        return [sum(step) for step in itertools.product(*steps)]
-
-    others = [dim for dim in range(len(sizes)) if dim not in dims]
-    return Part(tuple(tuple(first + step for step in ranks(dims)) for first in ranks(others)))
+    groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {}  # by their places along the other dims
+    for rank, place in enumerate(itertools.product(*map(range, sizes))):
+        others = tuple(at for dim, at in enumerate(place) if dim not in dims)
+        groups.setdefault(others, []).append((*(place[dim] for dim in dims), rank))
+    return Part(tuple(tuple(rank for *_, rank in sorted(group)) for group in groups.values()))
 
 
 def fresh(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -61,10 +61,9 @@ class VmapRanks(Ranks):
         return by_level
 
     def index(self, size: int) -> torch.Tensor:
-        part = self.part_of
-        if part is None:
+        if self.part_of is None:
             return self.batched(torch.arange(size, device=self.device))
-        return self.batched(part.by_rank(map(range, part.sizes)).to(self.device))
+        return self.batched(self.part_of.places.to(self.device))
 
     @property
     def ended(self) -> str:

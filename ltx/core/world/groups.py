@@ -34,6 +34,7 @@ from ltx.core.comm.backends import HOST_BLOCKING, LATER, backends_of, connecting
 from ltx.core.comm.registry import close_axis, open_axis
 from ltx.core.comm.store_exchange import StoreExchange
 from ltx.core.ranks.axis import Axis
+from ltx.core.ranks.backings import mesh_part
 from ltx.core.world.world import LOOPBACK, Placement, World, process, world_of
 
 #: The key in the store of a world that is being made at which its ranks say that they have come.
@@ -245,13 +246,12 @@ def open_axes(
 ) -> tuple[tuple[Axis, ...], Axis | None]:
     """For each entry of `mesh`, the axis of the ranks that differ in it alone; and, of several, one of all ranks."""
     axes = []
-    ranks = torch.arange(world.size, device="cpu").reshape([size for _, size in mesh])
     for dim, (name, size) in enumerate(mesh):
         group = dist.group.WORLD
         if size < world.size:
             # new_group is collective over the world: every rank makes all of them, in the same order.
-            for members in ranks.movedim(dim, -1).reshape(-1, size).tolist():
-                made = dist.new_group(members, timeout=timeout)
+            for members in mesh_part(tuple(size for _, size in mesh), (dim,)).groups:
+                made = dist.new_group(list(members), timeout=timeout)
                 if world.rank in members:
                     group = made
                     undo.callback(_destroy, made, dist.group.WORLD)

@@ -293,14 +293,5 @@ def world_of(placement: Placement, *, backend: str | None = None, cuda_devices: 
             f'{count} ranks on this node, or pass backend="gloo" to run those beyond on the CPU.'
         )
     device = torch.device(kind, index) if index < count else torch.device("cpu")
-    return World(
-        rank=placement.rank,
-        size=placement.size,
-        local_rank=local_rank,
-        node_rank=placement.node_rank,
-        num_nodes=placement.num_nodes,
-        device=device,
-        backend=backend or default_backend(device),
-        launcher=placement.launcher,
-        local_size=placement.local_size,
-    )
+    on_node = placement.node_rank, placement.num_nodes, device, backend or default_backend(device)
+    return World(placement.rank, placement.size, local_rank, *on_node, placement.launcher, placement.local_size)
