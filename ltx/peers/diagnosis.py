@@ -41,8 +41,6 @@ _NEW_WORLD = (
     "train.broadcast(state) or a checkpoint."
 )
 
-_AFTER = "after rank "
-
 _OR_LOCKED = (
     "; or it is in one call of C code that holds Python's lock for longer than that: give ltx.init a "
     "heartbeat_timeout= that outlives such calls"
@@ -95,11 +93,7 @@ class Watched(Protocol):
     """The part of an axis of this process that the watcher needs."""
 
     label: str
-
-    @property
-    def global_ranks(self) -> list[int]:
-        """The axis' ranks, this one included, in the order in which each rank watches the next."""
-        ...
+    global_ranks: list[int]  # the axis' ranks, this one included, in the order in which each watches the next
 
     def status(self) -> Status:
         return Status()
@@ -176,51 +170,52 @@ def silent_of(records: Mapping[int, Record]) -> dict[int, str]:
     }
 
 
-@dataclass(frozen=True)
-class Waiter:
-    rank: int
-    axis_name: str
-    label: str
-    ranks: list[int]  # the ranks of the axis, as ranks of the world
-    heartbeat_s: float
-    call: int = -1  # as :attr:`Raised.call`, of the rank's pass; -1 if it waits outside of passes
-    issue: tuple[str, int] | None = None  # the channel's address, and the issue that the rank waits for there
-    of_pool: int = 0  # the call of a Pool that the rank is in
-
-
-def diagnose(records: Mapping[int, Record], waiter: Waiter) -> LtxError | None:
-    """The error for a `waiter` that waits in vain according to the ranks' records; None if the wait may still end."""
-    me, name = waiter.rank, waiter.axis_name
-    known = {place: records[rank] for place, rank in enumerate(waiter.ranks) if rank in records and place != me}
-    peers = {place: record.on(waiter.label) for place, record in known.items()}
+def diagnose(
+    records: Mapping[int, Record],
+    me: int,
+    name: str,
+    label: str,
+    ranks: list[int],
+    heartbeat_s: float,
+    call: int = -1,
+    issue: tuple[str, int] | None = None,
+    of_pool: int = 0,
+) -> LtxError | None:
+    """The error if rank `me` on axis `name`, of these `ranks` of the world, waits in vain by the records; None if the
+    wait may still end. `call`: as :attr:`Raised.call`, of its pass; -1 if it waits outside of passes. `issue`:
+    the channel's address, and the issue that it waits for there. `of_pool`: the call of a Pool that it is in.
+    """
+    known = {place: records[rank] for place, rank in enumerate(ranks) if rank in records and place != me}
+    peers = {place: record.on(label) for place, record in known.items()}
     for peer, status in peers.items():
-        if (failed := status.failed) is not None and failed.matters(waiter.of_pool):
-            kind = PeerLostError if failed.lost else DeadlockDetectedError
-            return made_of(kind(has_left(me, peer, failed.what, name, failed.why)), peer, failed.why)
-        if (raised := status.raised) is not None and raised.call == waiter.call:
-            return made_of(DeadlockDetectedError(has_left(me, peer, raised.what, name, raised.why)), peer, raised.why)
+        left: Failed | Raised | None = status.raised
+        if left is not None and left.call != call:
+            left = None
+        if status.failed is not None and status.failed.matters(of_pool):
+            left = status.failed
+        if left is not None:
+            halfway = f"{left.what} on axis {name!r} halfway" if left.what else f"axis {name!r} because of an exception"
+            text = f"rank {me}: rank {peer} has left {halfway} ({left.why}), so what this rank waits for won't come."
+            kind = PeerLostError if isinstance(left, Failed) and left.lost else DeadlockDetectedError
+            error = kind(text + _NEW_WORLD if left.what else text)
+            error.told = left.why if left.why.startswith("after rank ") else f"after rank {peer} had left: {left.why}"
+            return error
     ended = [peer for peer, status in peers.items() if status.ended]
     found = silent_of(records)
-    if silent := [place for place, rank in enumerate(waiter.ranks) if rank in found and place != me]:
-        whys = {peer: found[waiter.ranks[peer]] for peer in silent if peer not in ended}
+    if silent := [place for place, rank in enumerate(ranks) if rank in found and place != me]:
+        whys = {peer: found[ranks[peer]] for peer in silent if peer not in ended}
         which = [peer for peer, why in whys.items() if not why.endswith(kernel.GONE)]
         if not which:  # forks of dead ranks may keep their connections open, so nothing breaks
             return PeerLostError(f"rank {me}: on axis {name!r}, {describe_lost(silent, ended)}.")
         return PeerLostError(
             f"rank {me}: rank {', '.join(map(str, which))} on axis {name!r} has shown no sign of life for "
-            f"{waiter.heartbeat_s:g} s: {whys[which[0]]}."
+            f"{heartbeat_s:g} s: {whys[which[0]]}."
         )
-    if waiter.issue is not None:
-        address, number = waiter.issue
+    if issue is not None:
+        address, number = issue
         if never := [peer for peer in ended if peers[peer].issued.get(address, number) < number]:
             return PeerLostError(f"rank {me}: on axis {name!r}, {describe_lost(never, ended)}.")
     return None
-
-
-def made_of(error: LtxError, peer: int, why: str) -> LtxError:
-    """Mark `error` as caused by a reason that `peer` has reported."""
-    error.told = why if why.startswith(_AFTER) else f"{_AFTER}{peer} had left: {why}"
-    return error
 
 
 def describe_lost(lost: Iterable[int], ended: Iterable[int]) -> str:
@@ -233,10 +228,3 @@ def describe_lost(lost: Iterable[int], ended: Iterable[int]) -> str:
         "its program), and this rank goes on. Have all ranks do as many steps; where they have unequal numbers of "
         "batches, loop over ltx.uneven(batches)"
     )
-
-
-def has_left(rank: int, peer: int, what: str, axis_name: str, why: str) -> str:
-    """The error of `rank`, which waits for the rest of `what`, a pass or step that `peer` has left; or for the axis."""
-    left = f"{what} on axis {axis_name!r} halfway" if what else f"axis {axis_name!r} because of an exception"
-    text = f"rank {rank}: rank {peer} has left {left} ({why}), so what this rank waits for won't come."
-    return text + _NEW_WORLD if what else text

@@ -17,9 +17,9 @@ from ltx.core.comm.passes import Failed
 from ltx.core.comm.store_exchange import StoreExchange, poll_until
 from ltx.core.world.groups import HERE
 from ltx.core.world.world import Placement, World
-from ltx.peers.diagnosis import INIT, Status, Watched
+from ltx.peers.diagnosis import INIT, Status, Watched, silent_of
 from ltx.peers.patient_store import TimeoutStore
-from ltx.peers.watcher import Watcher, release_watcher, watch_by
+from ltx.peers.watcher import Watcher
 
 # How long a rank that can't make its part of the world, or that holds the store where it is told, waits for the others.
 _TELL_S = 5.0
@@ -32,17 +32,13 @@ class Meeting(Watched):
     label = INIT
 
     def __init__(self, store: Store, world: World, timeout_s: float, heartbeat_s: float):
-        self.world, self._made = world, False
+        self.world, self._made, self.global_ranks = world, False, list(range(world.size))
         self._failed: Failed | None = None  # why this rank can't make its part
         self._told = False  # whether a peer has failed, of which the others hear by itself
         self.watcher = Watcher(store, world.rank, heartbeat_s, _ANSWER_S)
         self.watcher.axes[self.label] = self
         self._store = TimeoutStore(store, self.watcher.store_caller)
         self.exchange = StoreExchange(self._store, world.rank, world.size, timeout_s, list)
-
-    def watch(self, store: Store) -> None:
-        """The axes of the world of `store` are watched by the same thread."""
-        watch_by(self.watcher, store)
 
     def __enter__(self) -> Meeting:
         return self
@@ -58,11 +54,7 @@ class Meeting(Watched):
                     poll_until(lambda: len(self.watcher.look_now()) == self.world.size, _TELL_S)
                 self.watcher.wait_until_heard()
         self.watcher.leave(self)
-        release_watcher(self.watcher)
-
-    @property
-    def global_ranks(self) -> list[int]:
-        return list(range(self.world.size))
+        self.watcher.release()
 
     def status(self) -> Status:
         """Whether this rank has made its part of the world, or why it can't."""
@@ -70,14 +62,16 @@ class Meeting(Watched):
 
     def look(self) -> None:
         """Raise if a rank that has come can't make its part of the world (WorldError), or was lost (PeerLostError)."""
-        of = {rank: record.axes.get(self.label, Status()) for rank, record in self.watcher.look().items()}
+        records = self.watcher.look()
+        of = {rank: record.axes.get(self.label, Status()) for rank, record in records.items()}
         for rank, status in of.items():
             if status.failed is not None and rank != self.world.rank:
                 self._told = True
                 why = f"rank {rank} couldn't make its part of the world: {status.failed.why}"
                 raise WorldError(f"rank {self.world.rank}: {why}")
         made = [rank for rank, status in of.items() if status.ended]
-        if lost := self.watcher.gone().difference(made, [self.world.rank]):
+        gone = {*silent_of(records), *(rank for rank, record in records.items() if not record.beat)}
+        if lost := gone.difference(made, [self.world.rank]):
             who = ", ".join(map(str, sorted(lost)))
             raise PeerLostError(f"rank {self.world.rank}: rank {who} has come, and shows no sign of life any more.")
 

@@ -29,10 +29,10 @@ from ltx.core.comm.peers import BUCKETS, PATIENCE_S, Peers, under_way
 from ltx.core.comm.signature import Signature
 from ltx.core.comm.step_summary import Said
 from ltx.core.comm.store_exchange import EXCHANGES
-from ltx.peers.diagnosis import CHECKS, OPENED, Record, Status, Waiter, describe_lost, diagnose, silent_of
+from ltx.peers.diagnosis import CHECKS, OPENED, Record, Status, describe_lost, diagnose, silent_of
 from ltx.peers.patient_store import TimeoutStore
 from ltx.peers.posts import Post, explain_apart, explain_mismatch, list_calls
-from ltx.peers.watcher import hold_watcher, release_watcher
+from ltx.peers.watcher import hold_watcher
 
 _CALLS = 1 << 32  # calls are numbered through all sessions of debug_checks; each session gets a range of this size
 
@@ -53,7 +53,7 @@ class Negotiation(Peers):
     axis: AxisComm
 
     def __init__(self, axis: AxisComm, name: str | None, heartbeat_s: float):
-        self._rank, self._ended = axis.rank, False
+        self._rank, self._ended, self.global_ranks = axis.rank, False, axis.global_ranks
         self.watcher = hold_watcher(c10d._get_default_store(), dist.get_rank(), heartbeat_s)
         self.deadlocks = self.watcher.deadlocks
         self.done = self.deadlocks.done  # type: ignore[method-assign]
@@ -91,7 +91,7 @@ class Negotiation(Peers):
             with suppress(PeerLostError):
                 self._store.forget(OPENED, [self._rank])
                 self._uncount()
-            release_watcher(self.watcher)
+            self.watcher.release()
             raise
         finally:
             self.deadlocks.done()
@@ -113,7 +113,7 @@ class Negotiation(Peers):
     def close(self) -> None:
         self.watcher.leave(self)
         self.deadlocks.counts.pop(self.label, None)
-        release_watcher(self.watcher)
+        self.watcher.release()
         self._store.close()
         del self._uncount  # which refers to the store
 
@@ -121,10 +121,6 @@ class Negotiation(Peers):
         self.watcher.store_caller.refuse(why)
 
     # --- for the watcher
-
-    @property
-    def global_ranks(self) -> list[int]:
-        return self.axis.global_ranks
 
     def status(self) -> Status:
         passes, issued = self.axis.passes, {channel.name: channel.begun for channel in self.axis.channels}
@@ -172,7 +168,7 @@ class Negotiation(Peers):
             )
         of_axis = self._rank, self.axis.name, self.label, ranks, heartbeat_s
         call = self.axis.passes.present if in_pass else -1
-        return diagnose(self.watcher.records, Waiter(*of_axis, call, issue, self.watcher.call))
+        return diagnose(self.watcher.records, *of_axis, call, issue, self.watcher.call)
 
     def check_peers(
         self, what: str, in_pass: bool = True, issue: tuple[str, int] | None = None, now: bool = False

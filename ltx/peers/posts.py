@@ -29,13 +29,12 @@ class Post:
         return f"{self.signature.brief} at {self.caller}" if self.caller else self.signature.brief
 
     def fields(self) -> list[Any]:
-        issued, compared = dict(self.issued), dict(self.compared)
-        return [self.signature.to_json(), self.value, self.caller, issued, self.next_check, compared]
+        signature, *others = vars(self).values()
+        return [signature.to_json(), *others]
 
     @staticmethod
     def of(fields: list[Any]) -> Post:
-        signature, value, caller, issued, next_check, compared = fields
-        return Post(Signature.from_json(signature), value, caller, issued, next_check, compared)
+        return Post(Signature.from_json(fields[0]), *fields[1:])
 
 
 #: Operations that take tensors of different lengths.

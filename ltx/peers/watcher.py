@@ -192,11 +192,6 @@ class Watcher:
         why = {rank: why for rank, why in self.failed().items() if rank != self._rank}
         return "".join(f" Rank {rank} had left because of an exception ({said})." for rank, said in sorted(why.items()))
 
-    def gone(self) -> set[int]:
-        """The ranks that have ended or show no more beats, according to the ranks' records. As :meth:`look`."""
-        said = self.look()
-        return {*silent_of(said), *(rank for rank, record in said.items() if not record.beat)}
-
     def without_beat(self, ranks: Sequence[int]) -> set[int]:
         """The ranks among `ranks` that show no beat for about an interval from now on; for several it waits longer."""
         before, silent = self.look_now(), {*ranks}
@@ -217,18 +212,23 @@ class Watcher:
             for label in [past for past in self._past if past != INIT][:-_PAST]:
                 del self._past[label]
 
-    def release(self) -> bool:
-        """Count one user less; returns whether it was the last one, and the watcher has ended."""
+    def watch_for(self, store: Store) -> None:
+        """Be the watcher of this process in the world of `store`."""
+        _watchers[id(store)] = store, self
+
+    def release(self) -> None:
+        """Count one user less. After the last one the watcher ends."""
         self.users -= 1
         if self.users:
-            return False
+            return
         self._ended = self._news = True
         self._woken.set()
         self.store_caller.close()
         if self._thread is not threading.current_thread() and not self.without_store:
             self._thread.join(ENDING_S)
         del self.store  # close connections now, even if something still refers to this watcher
-        return True
+        for key in [key for key, (_, known) in _watchers.items() if known is self]:
+            del _watchers[key]
 
     # --- the watcher's own thread ---
 
@@ -449,23 +449,13 @@ class Deadlocks:
 _watchers: dict[int, tuple[Store, Watcher]] = {}  # the watchers by the store of their world's process group
 
 
-def watch_by(watcher: Watcher, store: Store) -> None:
-    """Make `watcher` the watcher of this process in the world of `store`."""
-    _watchers[id(store)] = store, watcher
-
-
 def hold_watcher(store: Store, rank: int, heartbeat_s: float) -> Watcher:
-    """The one watcher of this process in the world of `store`. Call :func:`release_watcher` when done."""
-    if id(store) not in _watchers:
-        watch_by(Watcher(store.clone(), rank, heartbeat_s), store)  # type: ignore[attr-defined]
-        return _watchers[id(store)][1]
-    _, watcher = _watchers[id(store)]
-    watcher.shorten(heartbeat_s)
-    watcher.users += 1
+    """The one watcher of this process in the world of `store`. Call :meth:`Watcher.release` when done."""
+    if id(store) in _watchers:
+        _, watcher = _watchers[id(store)]
+        watcher.shorten(heartbeat_s)
+        watcher.users += 1
+    else:
+        watcher = Watcher(store.clone(), rank, heartbeat_s)  # type: ignore[attr-defined]
+        watcher.watch_for(store)
     return watcher
-
-
-def release_watcher(watcher: Watcher) -> None:
-    if watcher.release():
-        for key in [key for key, (_, known) in _watchers.items() if known is watcher]:
-            del _watchers[key]

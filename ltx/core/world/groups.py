@@ -115,7 +115,7 @@ def make_group(
             "call ltx.init equally often, and that no other program uses that port."
         ) from error
     undo.callback(_destroy, dist.group.WORLD, dist.group.WORLD)
-    meeting.watch(c10d._get_default_store())
+    meeting.watcher.watch_for(c10d._get_default_store())
     return meeting
 
 

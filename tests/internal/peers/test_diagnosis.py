@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,11 +11,12 @@ from ltx.core.base import kernel
 from ltx.core.base.errors import said_of
 from ltx.core.comm.passes import Failed, Raised
 from ltx.errors import DeadlockDetectedError, PeerLostError
-from ltx.peers.diagnosis import INIT, Record, Status, ThreadWait, Told, Waiter, diagnose, silent_of
+from ltx.peers.diagnosis import INIT, Record, Status, ThreadWait, Told, diagnose, silent_of
 
 AXIS = "ltx/data/1"
 #: Rank 1 of three, which are ranks 4, 6 and 9 of the world.
-ME = Waiter(1, "data", AXIS, [4, 6, 9], 10.0, call=5, issue=("user", 7))
+ME = 1, "data", AXIS, [4, 6, 9], 10.0
+HERE: dict[str, Any] = {"call": 5, "issue": ("user", 7)}
 RAISED = Raised(5, "ValueError: x", "step 5 of the training")
 FAILED = Failed("ValueError: x", lost=False, what="step 5 of the training")
 
@@ -87,7 +89,7 @@ TABLE: dict[str, tuple[dict[int, Record], type[Exception] | None, str]] = {
 @pytest.mark.parametrize("row", TABLE)
 def test_what_follows(row: str) -> None:
     records, kind, words = TABLE[row]
-    error = diagnose(records, ME)
+    error = diagnose(records, *ME, **HERE)
     assert type(error) is (kind or type(None))
     assert words in str(error or "")
 
@@ -97,7 +99,7 @@ def test_the_first_cause_is_said_once(said: str) -> None:
     """An error that goes from rank to rank says who raised first, and what."""
     why = "ValueError: x"
     for _ in range(3):
-        error = diagnose({4: says(**{said: replace(RAISED if said == "raised" else FAILED, why=why)})}, ME)
+        error = diagnose({4: says(**{said: replace(RAISED if said == "raised" else FAILED, why=why)})}, *ME, **HERE)
         assert error is not None
         why = said_of(error)
         assert why == "after rank 0 had left: ValueError: x"
@@ -109,11 +111,11 @@ def test_the_first_cause_is_said_once(said: str) -> None:
 def test_what_all_raised_in_an_earlier_call_of_a_pool_is_over(kind: str) -> None:
     """The peer's record may still say so, as this rank begins the next call before it."""
     failed = Failed("RuntimeError: everywhere", False, call=7 if kind == "this call" else 6)
-    assert (diagnose({4: says(failed=failed)}, replace(ME, of_pool=7)) is None) == (kind == "the call before")
+    assert (diagnose({4: says(failed=failed)}, *ME, **HERE, of_pool=7) is None) == (kind == "the call before")
 
 
 def test_who_waits_for_no_pass_goes_on_when_one_is_left() -> None:
-    assert diagnose({4: says(raised=RAISED)}, replace(ME, call=-1)) is None
+    assert diagnose({4: says(raised=RAISED)}, *ME, issue=("user", 7)) is None
 
 
 def test_a_record_survives_the_store() -> None:

@@ -26,7 +26,7 @@ from ltx.core.comm.channel import Work
 from ltx.core.comm.registry import resolve
 from ltx.peers import watcher as module
 from ltx.peers.diagnosis import Record, Status
-from ltx.peers.watcher import Watcher, hold_watcher, release_watcher
+from ltx.peers.watcher import Watcher, hold_watcher
 from tests.forks import SILENT_S, Ranks, hold_store, settles
 from tests.kinds import Started, Tell
 from tests.programs import begun, end, of_torchrun
@@ -124,11 +124,11 @@ def test_a_shorter_heartbeat_than_before_has_shorter_pauses() -> None:
             assert beats[0].gone() == set()
             time.sleep(0.05)
         for _ in range(2):
-            release_watcher(beats[1])
+            beats[1].release()
         assert settles(beats[0].gone, {1}.__eq__) == {1}
     finally:
         for _ in range(2):
-            release_watcher(beats[0])
+            beats[0].release()
 
 
 @pytest.mark.full
