@@ -176,9 +176,7 @@ class AxisComm(Ranks):
         self.peers.end()
 
     def _end_device(self) -> None:
-        """Wait until the device has done all its work, whose results states may hold, or gives up after a failure: a
-        group whose kernels wait for a peer that won't come can't be destroyed in good order.
-        """
+        """Wait for the device's work, or give it up: a group whose kernels wait for a peer can't be destroyed."""
         try:
             if all(channel.failed is None for channel in self.channels):
                 self.user.wait_for_device("the end of the axis")
@@ -208,9 +206,8 @@ class AxisComm(Ranks):
     def negotiate(
         self, channel: Channel, key: Any, describe: Callable[[], Signature], offer: Callable[[], Any] = lambda: None
     ) -> Agreement:
-        """Raise on every rank unless all ranks are about to issue the same collective on `channel`. A known key costs a
-        dictionary look-up. For a new one `describe` is called, and `offer`, which gives a JSON value that may differ
-        between ranks: all take rank 0's.
+        """Raise on every rank unless all are about to issue the same on `channel`: of a new key they compare what
+        `describe` gives, and all take rank 0's `offer`, a JSON value.
         """
         self._begin_call(lambda: describe().brief)
         known = self.known.get(key)
@@ -421,13 +418,10 @@ def key_of(name: str, x: torch.Tensor, static: Static = ()) -> tuple[Any, ...]:
 
 
 def compare_unusual(axis_comm: AxisComm, channel: Channel, known: Agreement, on: Channel | None = None) -> None:
-    """Compare a call of `channel`, on that one or another, that is known and comes where another one came before.
-
-    Peers may be about to issue that one. Without the store training goes on, by what is known.
-    """
+    """Compare a known call of `channel`, on that or `on`, where another one came before, which peers may issue."""
     usual = channel.habit is None or channel.habit.expects(known.fingerprint, channel.issued)
     if not (usual or under_way):
-        with suppress(StoreGoneError):
+        with suppress(StoreGoneError):  # training goes on, by what is known
             axis_comm._compare(on or channel, known.signature, None)
 
 

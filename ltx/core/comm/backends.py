@@ -68,7 +68,7 @@ def accelerator() -> str | None:
     return getattr(torch.accelerator.current_accelerator(check_available=True), "type", None)
 
 
-#: What :meth:`CommStream.fence` returns: a function of ``(made, used=())``, tensors that its stream made and used.
+#: A function of ``(made, used=())``: tensors that the fenced stream made for others, and used of the one before it.
 StreamFence = Callable[..., None]
 
 _NOTHING = nullcontext()
@@ -85,9 +85,7 @@ class CommStream:
     # Streams are asked for by the device's number: by the device that takes twice as many calls of Python.
 
     def behind_current(self) -> AbstractContextManager[Any]:
-        """A context that enqueues on this stream, behind the current stream's work so far. Keep tensors that were made
-        on the current stream and are used on this one, until :meth:`fence` was waited for.
-        """
+        """A context on this stream, behind the current one. Keep what it uses until :meth:`fence` was waited for."""
         if self._stream is None:
             return _NOTHING
         self._behind = torch.accelerator.current_stream(self._device.index)
@@ -95,9 +93,7 @@ class CommStream:
         return self._stream
 
     def fence(self) -> StreamFence:
-        """A function that makes the stream on which it is called wait for what is on this stream now. Its arguments:
-        tensors made here and used there, and tensors used here and made on the stream that this one was put behind.
-        """
+        """A function that makes the stream on which it is called wait for what is on this one now; see StreamFence."""
         if self._stream is None:
             return lambda made, used=(): None
         return partial(self._wait, self._stream.record_event(), self._behind)
@@ -138,9 +134,7 @@ class HostCopy:
 
 
 def to_device(made: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    """Copy a tensor that the host has made to `device` (None: don't copy), without making the host wait:
-    ``torch.tensor(..., device=)`` and ``Tensor.to`` block until the device has done all earlier work.
-    """
+    """Copy what the host has made to `device` (None: don't) without waiting for its earlier work, as ``.to`` does."""
     if device is None or device == made.device:
         return made
     plain = type(made) is torch.Tensor and made.layout is torch.strided and not made.requires_grad
@@ -193,9 +187,7 @@ def look_out() -> None:
 
 
 def connect(store: Any, rank: int, size: int, timeout: timedelta, threads: int | None = None) -> Any:
-    """Make the gloo group of ranks that meet in `store`. `threads`: gloo's; None for the default. Raises PeerLostError
-    if a peer is gone, or can't be reached.
-    """
+    """The gloo group of ranks that meet in `store`; PeerLostError if one can't be reached. `threads`: gloo's."""
     gloo: Any = dist.ProcessGroupGloo
     limit = min(timeout - LATER, timedelta(seconds=_CONNECT_S + _CONNECT_RANK_S * size))
     options = gloo._Options()
@@ -273,12 +265,10 @@ def open_group(
     device: torch.device | None = None,
 ) -> dist.ProcessGroup:
     """A process group of the global `ranks`, opened by these alone and called `name` on all of them. `look`: called
-    while ranks connect; raises if a peer won't. `in_turn`: collectives move one after the other, where two operations
-    of a gloo group share the link, and the first takes as long as both. `device`: the group connects at once for
-    tensors there, so that no rank connects in the middle of a step. ``dist.new_group(...,
-    use_local_synchronization=True)`` derives names from the number of a process' groups at the moment: ranks that
-    differ in their other groups wait for each other forever, and a name is used again after its group was destroyed,
-    while its addresses are still in the store.
+    while ranks connect; raises if a peer won't. `in_turn`: collectives move one after the other, where two of a gloo
+    group would share the link, and the first take as long as both. `device`: the group connects at once for tensors
+    there, and not in the middle of a step. Not ``dist.new_group(..., use_local_synchronization=True)``, whose names
+    depend on a process' other groups, and come again while addresses of destroyed groups are in the store.
     """
     make: Any = c10d._new_process_group_helper
     store: Any = c10d._get_default_store()
@@ -341,10 +331,8 @@ class StreamGroup:
     def abort(self) -> None:
         """Give up the collectives under way: kernels that wait for a peer end, and the stream goes on, with garbage.
 
-        Any thread may call it, also while another one is in ``cudaStreamSynchronize`` or ``Tensor.item``: these have
-        released Python's lock, as does this call, and hold none of the group's. ``ProcessGroupNCCL::abort`` has
-        ``ncclCommAbort`` called by a thread of its own, as NCCL's watchdog does in the same situation; that sets the
-        flag which kernels look at before it frees anything. A second call finds an aborted communicator, and returns.
+        Any thread may call it, again too, also while another is in ``cudaStreamSynchronize`` or ``Tensor.item``, which
+        hold no lock of the group. ``ProcessGroupNCCL::abort`` calls ``ncclCommAbort`` in a thread of its own.
         """
         self.cut_off = self.cut_off or self.outstanding
         if not self.aborted and self.of_last_pass is not None:
@@ -379,13 +367,10 @@ def set_up_watchdog() -> None:
 def let_go(held: list[Any]) -> None:
     """Drop the process groups of closed communicators, and wait until the groups' threads end.
 
-    torch's ``destroy_process_group`` only forgets a group. Its threads end with the last reference to it, and threads
-    left when Python ends sometimes abort the process. So each of `held` loses its group here, even if something still
-    refers to it: a cache of an axis' plans, a reference cycle, or the traceback of the exception that ended it.
-
-    A gloo group with an operation under way waits in its destructor until the peers have joined in, up to the
-    operation's timeout, and gloo can't be told to give up. A rank that failed between issuing and waiting mustn't hang
-    there. So a thread waits, and is abandoned after a few seconds; this process' end then breaks the connections.
+    They end with the last reference to a group, which ``destroy_process_group`` only forgets; threads left when Python
+    ends may abort the process. So each of `held` loses its groups, whatever still refers to it. A gloo group waits in
+    its destructor for the peers to join in what is under way, and can't be told to give up. So a thread waits, and is
+    abandoned after a few seconds: a rank that failed between issuing and waiting mustn't hang there.
     """
     groups = [group for one in held for group in one.release()]
     if not groups:

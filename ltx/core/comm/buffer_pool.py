@@ -1,9 +1,8 @@
 """Memory for buckets, reused at the next step.
 
-The buckets of a step are as large as those of the last step. The allocator would return their memory to the system, and
-the next step would fault it in again page by page. So an axis keeps the memory of its last plan's buckets, and reuses
-it at the next step if nothing else refers to it, by torch's reference count. A program that keeps a gradient, or an
-array or a view of one, keeps its memory.
+The allocator would return it to the system, and the next step would fault it in again page by page. So an axis keeps
+the memory of its last plan's buckets, and reuses it if nothing else refers to it, by torch's reference count. A program
+that keeps a gradient, or an array or a view of one, keeps its memory.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ _KEPT = 2
 
 
 def _references_without_users() -> int:
-    """The references to an object in a list during a loop over the list, as in :meth:`BufferPool.take`; counted in
-    place, since those of a call depend on whether Dynamo runs it.
-    """
+    """Of an object in a list during a loop over it, counted in place: those of a call depend on Dynamo."""
     for storage in [torch.empty(1, device="cpu").untyped_storage()]:
         found = sys.getrefcount(storage)
     return found

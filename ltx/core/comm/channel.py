@@ -342,12 +342,11 @@ class Channel:
             self.peers.done()
 
     def drain(self, told: Callable[[Any], list[Any]]) -> None:
-        """Join the collectives that peers have issued on this channel, by its history: at its end, and at a new start.
-        Between training steps a rank may have sums under way that its peers haven't begun (``train.finish(state)``
-        waits for them). A group with one can't be closed: it waits for the peers, and a process that ends meanwhile is
-        aborted; and a new training would be averaged with them. So ranks tell each other how many they have issued
-        (`told` gives all ranks' values), and ranks behind issue the rest, of zeros. They give up after
-        :data:`DRAINING_S`, or if a peer is lost.
+        """Join what peers have issued on this channel, by its history: at its end, and before a new training.
+
+        A rank may have sums under way that its peers haven't begun (``train.finish(state)`` waits for them): a group
+        with one can't be closed, and a new training would be averaged with them. So ranks tell each other how many they
+        have issued (`told` gives all ranks' values), and those behind issue the rest, of zeros, for DRAINING_S at most.
         """
         deadline = time.monotonic() + DRAINING_S
         history = self.history or ()
@@ -406,11 +405,10 @@ class Channel:
         note: Sequence[float] = (),
         eager: bool = False,
     ) -> Work:
-        """Start `operation` on a contiguous `buffer`, which belongs to the channel from now on; for a host-blocking
-        backend it is copied to the host. `label`: the collective's name in errors and in the ledger. `summed`: the work
-        of a reduction records the sum of all elements, where that costs almost nothing. `on_host`: `buffer` is there,
-        so the host waits for the result, whatever the backends. `note`: a few numbers to sum beside it, where a
-        transport has it. `eager`: the caller knows that nothing records the call (:meth:`refuse_recording`).
+        """Start `operation` on a contiguous `buffer`, which belongs to the channel from now on. `label`: its name in
+        errors and in the ledger. `summed`: the work of a reduction records the sum of all elements, where that costs
+        almost nothing. `on_host`: the host waits for the result, whatever the backends. `note`: a few numbers to sum
+        beside it, where a transport has it. `eager`: nothing records the call (:meth:`refuse_recording`).
         """
         if self.failed is not None or (self.transport is not None and self.transport.error is not None):
             self.check_in_step(label)

@@ -115,9 +115,7 @@ def mark(device: torch.device) -> Any:
 
 
 def note(channel: str, operation: str, label: str, nbytes: Callable[[], int], ranks: int) -> Event | None:
-    """Record an issued collective and return its entry; None outside of a recording. `nbytes`: returns
-    :attr:`Event.nbytes`; called only while recording.
-    """
+    """Record an issued collective and return its entry; None outside of a recording, where `nbytes` isn't called."""
     if not recordings:
         return None
     event = Event(channel, operation, label, nbytes(), time.perf_counter(), ranks=ranks)

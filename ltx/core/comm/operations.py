@@ -233,11 +233,9 @@ def _all_to_all_in_graph(x: torch.Tensor, n: int, group: str, _: Arguments) -> A
 
 
 def _routed_in_graph(given: list[torch.Tensor], group: str, routes: Routes, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor of `shape` that arrives if ranks i on `routes` are sent ``given[i]``; zeros if nothing arrives: such a
-    rank is sent a filler, because Inductor would remove an empty exchange that peers wait for.
-    """
+    """What arrives, of this `shape`, if ranks i on `routes` are sent ``given[i]``; zeros if nothing does."""
     sent, received = _splits(routes, _group_called(group).rank(), len(given), given[0].numel())
-    filler = given[0].new_zeros(1)
+    filler = given[0].new_zeros(1)  # Inductor would remove an empty exchange, for which peers wait
     parts = [part if count else filler for part, count in zip(given, sent, strict=True)]
     lengths, sizes = [max(count, 1) for count in received], [part.numel() for part in parts]
     arrived = _wait(_functional.all_to_all_single(torch.cat(parts), lengths, sizes, group))
@@ -273,9 +271,7 @@ class Operation:
     def begin_in_graph(
         self, buffer: torch.Tensor, n: int, group_name: str, arguments: Arguments = ()
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-        """Start inside a compiled graph: (what was started, a function of it that waits for the result). Python, which
-        compares and counts collectives, doesn't run there: the ranks compared them when the step was traced.
-        """
+        """Start inside a compiled graph; ranks compared it as it was traced. (What was started, what waits for it.)"""
         if buffer.dtype is torch.int16:  # gloo and NCCL have no int16
             started, wait = self.begin_in_graph(buffer.int(), n, group_name, arguments)
             return started, lambda x: wait(x).short()

@@ -77,33 +77,24 @@ class BackwardPass:
 
 
 class Passes:
-    """The passes and steps of one axis on this rank.
-
-    Attributes:
-        step: the number of the training step that is under way.
-        call: the number of passes and of the user's collectives before the last step, or forward pass of a plain step.
-        raised: the last one of these, if it raised before this rank had sent anything.
-        counted: why the last one had raised, in words, if it counts as a pass.
-        failed: why this rank issues nothing more on the axis.
-    """
+    """The passes and steps of one axis on this rank."""
 
     def __init__(self, axis_comm: OfAxis):
         self._comm = axis_comm
         self._under_way: list[BackwardPass] = []
-        self.step: int | None = None
+        self.step: int | None = None  # the number of the training step that is under way
         self._thread = 0  # which runs that step
+        #: The number of passes and of the user's collectives before the last step, or forward pass of a plain step.
         self.call = self._raised_at = 0
-        self.raised: Raised | None = None
-        self.counted = ""
-        self.failed: Failed | None = None
+        self.raised: Raised | None = None  # the last one of these, if it raised before this rank had sent anything
+        self.counted = ""  # why the last one had raised, in words, if it counts as a pass
+        self.failed: Failed | None = None  # why this rank issues nothing more on the axis
 
     # --- steps and passes --------------------------------------------------------------------------------------------
 
     @contextmanager
     def in_step(self, number: int) -> Iterator[Callable[[], None]]:
-        """A context around training step `number`, which step summaries carry meanwhile; the function that it gives
-        commits the step. An exception before that leaves it.
-        """
+        """As :meth:`Ranks.in_step`. Meanwhile step summaries carry the `number`."""
         if self.step is not None and self._thread != threading.get_ident():
             error = UnsupportedError(
                 f"rank {self._comm.rank}: two threads run training steps on axis {self._comm.name!r} at a time, so "
@@ -134,9 +125,7 @@ class Passes:
 
     @contextmanager
     def in_forward(self) -> Iterator[None]:
-        """A context around the forward pass of a plain step. If it raises, all ranks together may leave the step out,
-        or go on by another collective of the user's.
-        """
+        """A context around the forward pass of a plain step, which all ranks together may leave out if it raises."""
         if self.step is not None:  # of a training step, which is left as a whole
             yield
             return
@@ -184,9 +173,7 @@ class Passes:
             self.leave("something was raised in it", dropped[0].sent)
 
     def flush_others(self, mine: BackwardPass | None) -> None:
-        """Wait for the collectives of other passes before the pass `mine` issues more: their later phases, issued
-        whenever a collective completes, would mix with its own.
-        """
+        """Wait for other passes before `mine` issues more: their later phases would mix with its own."""
         for other in self._under_way:
             if other is not mine and not other.is_done:
                 other.flush()
