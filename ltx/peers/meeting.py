@@ -97,10 +97,7 @@ class Meeting(Watched):
         return [here[rank][1] for rank in range(world.size)]
 
     def finish(self, placement: Placement) -> None:
-        """Rank 0 holds the store and waits here for all ranks, which still need the store if its process ends next.
-
-        If ranks can't be sure of their nodes, they first compare their nodes.
-        """
+        """Compare nodes, if ranks can't be sure. Rank 0 waits for all, who need its store if its process ends next."""
         world, wrong = self.world, ""
         if not placement.knows_node:
             own = (placement.node_rank, placement.num_nodes, placement.local_rank, placement.local_size)

@@ -67,11 +67,7 @@ class Negotiation(Peers):
         self._posted: deque[str] = deque()  # the places where the store still holds values of this rank, oldest first
 
     def meet(self) -> None:
-        """Wait in the store until all ranks have come to open the axis.
-
-        torch makes groups in C++. A rank whose peers don't come waits there for as long as the axis' timeout, and
-        neither Ctrl-C nor the end of a peer interrupts that wait.
-        """
+        """Wait in the store until all ranks have come: in C++, where torch makes groups, nothing interrupts a wait."""
         self.watcher.axes[self.label] = self
         self.deadlocks.counts[self.label] = self.counts
         what = f"opening axis {self.axis.name!r}"
@@ -127,10 +123,7 @@ class Negotiation(Peers):
         return Status(self._at, passes.raised, passes.failed, self._ended, issued)
 
     def look_after_device(self) -> None:
-        """Abort collectives for which the device (and so the host) waits in vain. The watcher calls it with each tick.
-
-        The wait that finds the abort says why. Without the store only rank 0, which held it, is known to be gone.
-        """
+        """As :meth:`Watched.look_after_device`. Without the store only rank 0, which held it, is known to be gone."""
         group = self.axis.user.stream_group if self.axis.channels else None
         if group is None or group.aborted:
             return
@@ -264,11 +257,7 @@ class Negotiation(Peers):
     # --- what ranks are about to issue
 
     def exchange(self, place: str, post: Post) -> list[Post]:
-        """Every rank's post at `place`, once all have posted.
-
-        All ranks raise RankMismatchError if posts disagree or a peer waits elsewhere; a rank raises PeerLostError for a
-        peer that has died, where all ranks share a machine, CollectiveTimeoutError after the axis' timeout.
-        """
+        """Every rank's post at `place`; all ranks raise RankMismatchError if posts differ or a peer waits elsewhere."""
         self.begin()
         self.announce(place, post)
         try:
@@ -301,9 +290,7 @@ class Negotiation(Peers):
     def exchange_values(
         self, signature: Signature, value: Any, place: str | None = None, wait: bool = True
     ) -> list[Any]:
-        """No collective is issued; if a peer waits in one, both ranks raise. For the main thread. `place`: one that
-        :meth:`StoreExchange.new_place` returned on all ranks, or a name below it; None for a new place.
-        """
+        """No collective is issued; if a peer waits in one, both raise. `place`: of new_place(), or below; None: new."""
         if not wait:
             self.announce(place or self._store.new_place(), Post(signature, value))
             return []

@@ -51,9 +51,7 @@ class StoreCaller:
         self._gone = why
 
     def ask(self, question: Callable[[], T]) -> T:
-        """The result of `question`, which reads from the store, called in the thread. Raises StoreGoneError if the
-        store is gone, PeerLostError if it hasn't answered in time.
-        """
+        """What `question` reads from the store. StoreGoneError if it is gone, PeerLostError if it doesn't answer."""
         if self._gone is not None:  # don't try again, since torch logs a page for each failed call
             raise self._told_gone(self._gone)
         if self.is_late:

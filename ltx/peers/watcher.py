@@ -375,10 +375,7 @@ class Deadlocks:
         return new
 
     def check(self, key: str, number: int, ranks: list[int], describe: Callable[[], str]) -> None:
-        """Check whether this thread, which has waited for :data:`PATIENCE_S`, will wait for ever; called now and then.
-
-        Raises RankMismatchError if it would, on all ranks that would; PeerLostError if the store doesn't answer.
-        """
+        """Called now and then by a thread that has waited long: RankMismatchError on all ranks that wait for ever."""
         thread, now = threading.get_ident(), time.monotonic()
         wait = self._waits.get(thread)
         if wait is None or (wait.key, wait.number) != (key, number):

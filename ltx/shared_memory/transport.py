@@ -146,9 +146,7 @@ class SharedMemoryTransport:
     ) -> tuple[TransportWork, torch.Tensor]:
         """Start `operation` on a contiguous `buffer`; return its work and the memory of the result. Never blocks.
 
-        `note`: nothing, or :data:`NOTE_WORDS` numbers, on all ranks alike.
-
-        An exception makes the transport fail, unless it is an interrupt: peers learn of that at the next chunk.
+        `note`: nothing, or NOTE_WORDS numbers. After an exception, but an interrupt, the transport has failed.
         """
         self._begun += 1  # this comes first: if it fails on this rank alone, the peers refuse all later chunks
         work = TransportWork(self)
@@ -261,9 +259,8 @@ class SharedMemoryTransport:
         return True
 
     def _give(self, entry: _Entry) -> int:
-        """Where this rank's input lies in its segment: in its slot, as a copy, or in the room for reductions' inputs.
-
-        No peer reads a reduction's input once the reduction is complete, so whoever has its result may overwrite both.
+        """Where this rank's input lies in its segment: in its slot, as a copy, or in the room for reductions' inputs,
+        which no peer reads once the reduction is complete.
         """
         chunk, start = entry.chunk, entry.place % SLOTS * CHUNK_BYTES
         if (given := chunk.given) is None:
@@ -361,10 +358,9 @@ class SharedMemoryTransport:
 
 
 def open_transport(rank: int, exchange: Callable[[str, Any], list[Any]]) -> SharedMemoryTransport | None:
-    """Open a transport between ranks. `exchange` returns all ranks' values; all ranks call it in the same order.
+    """A transport between ranks; None if they don't share this machine's memory, or one has LTX_SHARED_MEMORY=0.
 
-    None if not all of them share this machine's memory, or LTX_SHARED_MEMORY=0 on any rank turns it off. Different
-    network namespaces count as different machines, because they exist to try a network.
+    `exchange` gives all ranks' values. Network namespaces, which exist to try a network, count as machines.
     """
     mine: dict[str, object] = {"machine": None}
     files: list[int] = []

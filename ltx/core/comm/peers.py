@@ -51,12 +51,11 @@ class OfAxis(Protocol):
 
 
 class OwnPart:
-    """This process' part of a world: the communicators of its open axes, and the number of collectives sent on them,
-    those of other libraries too. Comparisons don't count: all ranks complete them, and raise or go on together.
-    """
+    """This process' part of a world."""
 
     def __init__(self) -> None:
-        self.axes: list[Any] = []
+        self.axes: list[Any] = []  # the communicators of its open axes
+        #: Of collectives sent on them, other libraries' too. Not of comparisons: all ranks raise or go on together.
         self.sent, self.pid = 0, os.getpid()
 
 
@@ -119,9 +118,7 @@ class Peers:
     def exchange_values(
         self, signature: Signature, value: Any, place: str | None = None, wait: bool = True
     ) -> list[Any]:
-        """Every rank's `value`, which is JSON; raise on every rank unless all call the same. `wait`: False to let the
-        peers have this rank's part, and not wait for theirs.
-        """
+        """Every rank's `value`, which is JSON; raise on every rank unless all call the same. `wait`: for theirs."""
         place = place or self.store_exchange.new_place()
         if wait:
             return self.store_exchange.exchange(place, value, signature.operation)
@@ -131,9 +128,7 @@ class Peers:
     # --- waits
 
     def waiting(self, channel: Any, number: int, what: str, waited_s: float, now: bool = False) -> None:
-        """Raise if this rank would wait for ever for `what`, issue `number` of `channel`; called now and then in a
-        wait. `now`: read what peers have written, since they may have ended.
-        """
+        """Called now and then in a wait: raise if issue `number` of `channel` won't come. `now`: read the store."""
 
     def done(self) -> None:
         """This thread has ended its wait."""

@@ -35,9 +35,7 @@ _SPARSE: dict[torch.layout, tuple[str, ...]] = {
 
 
 class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle's pickler; a tensor whose dtype has no typed storage in torch travels as bytes. Code objects keep
-    their file names, which cloudpickle 3.1.3 drops: other ranks' tracebacks show them.
-    """
+    """cloudpickle's pickler. Tensors of every dtype travel, and code keeps its file's name, for tracebacks."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) in (torch.Tensor, torch.nn.Parameter) and obj.device.type not in ("cpu", "meta"):
@@ -55,9 +53,8 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _PeerPickler(TensorPickler):
-    """For peers, which run the same program: a class of its ``__main__`` is their own of that name, if they have one,
-    to which cloudpickle's copy isn't equal in enums and dataclasses. A class that the peer has from the same process
-    keeps the attributes that the program has set there since.
+    """For peers, which run the same program. A class of its ``__main__`` is their own of that name, if they have one:
+    cloudpickle's copy isn't equal to it in enums and dataclasses. One that they have keeps what was set there since.
     """
 
     def reducer_override(self, obj: Any) -> Any:

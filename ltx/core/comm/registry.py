@@ -36,9 +36,7 @@ def open_axis(
     heartbeat_s: float | None = None,
     make: Callable[[str, int, Ranks], Axis] = Axis,
 ) -> Axis:
-    """The axis `name` over the ranks of `group`. All ranks of the group call it, in the same order for several axes.
-    Defaults: a name that no other axis has, and the world's times. `make`: the axis' class, if it isn't open yet.
-    """
+    """The axis `name` over the ranks of `group`, which all call it. Defaults: a name of its own, the world's times."""
     if not isinstance(group, dist.ProcessGroup | NewGroup):  # torch gives a number to processes outside of a new group
         who = f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
         raise AxisError(
@@ -187,9 +185,7 @@ def all_peers() -> list[Any]:
 
 
 def _refuse_fork() -> None:
-    """Refuse every collective from now on: this process is a fork of the rank's own, whose connections and memory it
-    has, so that peers would take it for the rank.
-    """
+    """Refuse every collective: this process is a fork of the rank's own, for which peers would take it."""
     for axis_comm in communicators():
         error = WorldError(
             f"rank {axis_comm.rank}: this process ({os.getpid()}) is a fork of the rank's own "

@@ -111,9 +111,7 @@ def _part(axis: Axis, size: int, across: bool) -> Axis:
 
 
 def in_groups(axis: Axis, part: Part, name: str) -> Axis:
-    """The axis called `name` of the ranks that are in this rank's group of `part`. Between processes all ranks of a
-    group must call this together the first time.
-    """
+    """The axis `name` of this rank's group of `part`. Between processes all of the group call it the first time."""
     size, ranks = axis.ranks.part(name, part)
     return Axis(name, 1) if size == 1 else Axis(name, size, ranks)
 
@@ -165,11 +163,10 @@ def _opened(there: tuple[tuple[int, int], ...]) -> tuple[Axis, ...]:
 
 
 def find(name: str | None) -> Axis:
-    """The innermost axis called `name`; None means the only axis in scope. If several are in scope, None raises:
-    reducing over one of them would let the ranks of the others drift apart. Axes of size 1 count too, so that a program
-    means the same on one node and on several. None still works for nested simulated axes of one name (the innermost
-    hides the others), and for simulated axes inside a world of one process. Without any axis in scope there is a
-    default axis of size 1, unless a launcher has started this process as one of several ranks: then WorldError.
+    """The innermost axis called `name`; None means the only axis in scope, and raises if there are several, of size 1
+    too: a program means the same on one node and on several. It still works for nested simulated axes of one name, and
+    inside a world of one process. Without any axis in scope there is a default axis of size 1, unless a launcher has
+    started this process as one of several ranks: then WorldError.
     """
     simple = len(_world_axes) < 2 and not _there()
     scope = _world_axes if simple else _choice() if name is None else axes_in_scope()

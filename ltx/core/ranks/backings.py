@@ -109,10 +109,7 @@ class Ranks:
         return size
 
     def part(self, name: str, part: Part) -> tuple[int, Ranks]:
-        """(size, ranks) of this rank's group in `part`, as the axis called `name`. All of the group call this together.
-
-        If simulated groups are unequal, it is the largest size.
-        """
+        """(size, ranks) of this rank's group in `part`, which all call this; the largest size if groups are unequal."""
         return len(part.members(self.rank)), self
 
     def need(self, what: str, said: str) -> None:
@@ -131,11 +128,10 @@ class Ranks:
     # --- what they agree on ----------------------------------------------------------------------------------------
 
     def confirm(self, key: Key, describe: Describe, offer: Callable[[], Any] = nothing, channel: str = "user") -> Any:
-        """Compare the next call before data moves, and return the agreement, if there is one.
+        """Compare the next call before data moves, once for each key, and return the agreement, if there is one.
 
-        `key` makes the call's key, which equal calls share; each key is compared only once. `describe` makes the call's
-        :class:`ltx.core.comm.Signature`. All take rank 0's `offer`, a JSON value. `channel`: the one that data will
-        move on, "user", "buckets" or "background".
+        `describe` makes the call's :class:`ltx.core.comm.Signature`. All take rank 0's `offer`, a JSON value.
+        `channel`: the one that data will move on, "user", "buckets" or "background".
         """
         return None
 
@@ -170,10 +166,7 @@ class Ranks:
     # --- small values ----------------------------------------------------------------------------------------------
 
     def by_rank(self, signature: Any, f: OfTensors = lambda xs, apart: None, tensors: Tensors = ()) -> list[Any]:
-        """A list by rank of what `f` gives, a JSON value of any size, for each rank's tensors.
-
-        Ranks compare `signature` each time, also where there is no `f`, to be at the same call.
-        """
+        """A list by rank of what `f` gives, a JSON value, for its tensors. Ranks compare `signature` each time."""
         return [f(tensors, [False] * len(tensors))]
 
     def tell(self, label: str, numbers: list[int], describe: Describe, key: Key) -> list[list[int]]:
@@ -181,10 +174,7 @@ class Ranks:
         return [numbers]
 
     def objects(self, what: str, dump: Callable[[], Dumped], src: int | None = None) -> list[Dumped]:
-        """A list by rank of what `dump` returns: an object's bytes and False, or an error text and True.
-
-        `src`: the only rank whose object is wanted. A rank that is alone needn't call `dump`.
-        """
+        """A list by rank of what `dump` returns; of rank `src` alone, if given. A rank alone needn't call `dump`."""
         return [(b"", False)] * (1 if src is None else src + 1)
 
     def read(self, x: torch.Tensor, label: str) -> torch.Tensor:

@@ -185,9 +185,7 @@ def _level() -> int:
 
 
 def _placed(out_dims: Any, output: Tree, leaves: list[Any], level: int) -> list[tuple[int | None, str | None]]:
-    """For each leaf of `output`, one rank's result at this level, its entry of `out_dims`; and, if that is None though
-    the leaf has a value for each rank, its path.
-    """
+    """Each leaf's entry of `out_dims`; and, if that is None though the leaf has a value for each rank, its path."""
     dims = _entries("out_dims", out_dims, output)
     if torch.compiler.is_compiling():
         _let_ask()
@@ -222,9 +220,7 @@ def _place(result: torch.Tensor, out_dim: int | None) -> torch.Tensor:
 def _mapped_arguments(
     axis_name: str, in_dims: Any, args: tuple[Any, ...], given: tuple[Any, ...]
 ) -> tuple[list[Any], Any, list[int | None]]:
-    """The leaves of a call's arguments, `given`, their structure, and the ranks' dimension of each leaf. `given`:
-    `args`, and after them a dict of keyword arguments, if there are any.
-    """
+    """Leaves, structure, and the ranks' dimension of each leaf of `given`: `args`, and a dict of keyword arguments."""
     leaves, spec = tree.flatten(given)
     entries = in_dims if isinstance(in_dims, tuple | list) else (in_dims,) * len(args)
     if len(entries) != len(args):

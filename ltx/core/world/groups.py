@@ -125,9 +125,7 @@ def next_is_begun() -> bool:
 
 
 def _refuse_shared_devices(exchange: StoreExchange, world: World) -> None:
-    """Raise on all ranks if two compute on one accelerator, before NCCL raises a less helpful error. NCCL 2.30 has a
-    setting that allows it, for tests: kernels of both ranks wait for each other on one device.
-    """
+    """Raise on all ranks if two compute on one accelerator; NCCL 2.30 has a setting that allows it, for tests."""
     if world.device.type == "cpu" or world.backend in HOST_BLOCKING:
         return
     told = "nccl" in world.backend and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
@@ -166,9 +164,7 @@ def _open_store(address: str, port: int, holds: bool, timeout: timedelta) -> Sto
 
 
 def _connected(connect: Callable[[], Store], address: str, port: int, timeout_s: float) -> Store:
-    """The store of ``connect()``, which runs in a thread: a program that takes connections and never answers would keep
-    torch there for good, deaf to Ctrl-C.
-    """
+    """The store of ``connect()``, in a thread: a program that never answers would keep torch there, deaf to Ctrl-C."""
     connected: Future[Store] = Future()
 
     def run() -> None:

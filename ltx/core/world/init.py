@@ -162,9 +162,7 @@ def init(
 
 
 def renew(count: int) -> None:
-    """Make a new world with the same settings, in place of one in which an exception was raised. `count`: its number,
-    the same on all ranks and above those of all, which may differ.
-    """
+    """Make a new world with the same settings, in place of one that failed. `count`: its number, above all ranks'."""
     settings = settings_of_world()
     settings.pop("placement", None)  # as the environment says
     shutdown()
@@ -273,9 +271,7 @@ def _start(asked: Mapping[str, Any]) -> Session:
 
 
 def _close_others(axes: tuple[Axis, ...], held: list[Any]) -> None:
-    """Add to `held` the communicators of all open axes, and close the axes that aren't in `axes`, which collectives on
-    a process group or DeviceMesh have opened.
-    """
+    """Add all open axes' communicators to `held`, and close axes that collectives on a group or mesh have opened."""
     held.extend(comm.communicators())
     for axis in comm.open_axes():
         if all(axis is not other for other in axes):

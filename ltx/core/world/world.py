@@ -220,9 +220,7 @@ def shutdown() -> None:
 
 
 def abandon(error: BaseException, call: int | None = None) -> None:
-    """Tell peers that wait in a collective that this rank won't join it, because of `error`; in this `call` of a Pool.
-    If all ranks raise in the call, and none had sent anything, their next call goes on in the same world.
-    """
+    """Tell peers that this rank won't join the collective they wait in, because of `error` in a Pool's `call`."""
     process.abandoned = True
     why, lost = said_of(error), isinstance(error, PeerLostError)
     for axis_comm in comm.communicators():
@@ -240,9 +238,7 @@ def go_on() -> None:
 
 
 def calls() -> int:
-    """The number of calls in which this process has taken part in its world, of ltx or on groups of torch.distributed;
-    a new number each time where a backend doesn't count.
-    """
+    """The number of collectives of this process, ltx's or others; a new one each time where a backend can't count."""
     groups: list[Any] = list(c10d._world.pg_map) if dist.is_initialized() else []
     backends = [group._get_backend(device) for group in groups for device in group._device_types]
     try:
@@ -267,9 +263,7 @@ def cores() -> int:
 
 
 def accelerators() -> tuple[str, int]:
-    """The type of this machine's accelerators, and how many there are; 0 without any. It asks the driver's library and
-    doesn't initialise CUDA, which forks of this process couldn't use then.
-    """
+    """The type and number of this machine's accelerators, without initialising CUDA, which forks couldn't use then."""
     found = torch.accelerator.current_accelerator()
     if found is None:
         return "cuda", 0
@@ -277,11 +271,9 @@ def accelerators() -> tuple[str, int]:
 
 
 def world_of(placement: Placement, *, backend: str | None = None, cuda_devices: int | None = None) -> World:
-    """The world of a process at `placement`. The device is the accelerator (CUDA, or another kind that torch knows)
-    with the local rank's number; the first one if each rank sees only its own devices (srun's tasks, or one entry in
-    CUDA_VISIBLE_DEVICES); the CPU without an accelerator. The backends are torch's for that device, NCCL on CUDA, and
-    gloo on the CPU. Local ranks beyond the number of devices are an error, but over gloo, where they compute on the
-    CPU. `cuda_devices`: None asks torch which accelerators there are.
+    """The world of a process at `placement`. The device is the accelerator with the local rank's number; the first one
+    if each rank sees only its own (srun's tasks, or one entry in CUDA_VISIBLE_DEVICES); the CPU if there is none. Local
+    ranks beyond the devices are an error, but over gloo. `cuda_devices`: None asks torch which accelerators there are.
     """
     local_rank = placement.local_rank
     kind, count = accelerators() if cuda_devices is None else ("cuda", cuda_devices)
