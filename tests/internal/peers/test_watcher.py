@@ -25,7 +25,7 @@ from ltx.core.base import kernel
 from ltx.core.comm.channel import Work
 from ltx.core.comm.registry import resolve
 from ltx.peers import watcher as module
-from ltx.peers.diagnosis import Record, Status
+from ltx.peers.diagnosis import Record, Status, silent_of
 from ltx.peers.watcher import Watcher, hold_watcher
 from tests.forks import SILENT_S, Ranks, hold_store, settles
 from tests.kinds import Started, Tell
@@ -121,11 +121,13 @@ def test_a_shorter_heartbeat_than_before_has_shorter_pauses() -> None:
     try:
         end = time.monotonic() + 3.5
         while time.monotonic() < end:
-            assert beats[0].gone() == set()
+            records = beats[0].look()
+            assert not silent_of(records)
+            assert all(record.beat for record in records.values())
             time.sleep(0.05)
         for _ in range(2):
             beats[1].release()
-        assert settles(beats[0].gone, {1}.__eq__) == {1}
+        assert settles(lambda: beats[0].look()[1].beat, (0.0).__eq__) == 0.0
     finally:
         for _ in range(2):
             beats[0].release()
