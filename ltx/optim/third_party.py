@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import starmap, takewhile
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -99,8 +99,8 @@ class ThirdParty(optimizers.ClassOptimizer):
                 f"{self}: its step() raised {said}. ltx makes an instance and calls its train(), if it has one, and "
                 f"its step(). {_ELSE}"
             ) from error
-        kept = [_before(self._taken(instance, p)) for p in probes]
-        return TorchState({"params": spec.unflatten(kept), "group": _before(group)}, hyper=hyper)
+        kept = [_begun(self._taken(instance, p), False) for p in probes]
+        return TorchState({"params": spec.unflatten(kept), "group": _begun(group, False)}, hyper=hyper)
 
     def _changed_in_some_steps(self) -> set[str]:
         """The keys of the param group that the class changes, perhaps at a later step, found on a single number."""
@@ -239,13 +239,13 @@ class ThirdParty(optimizers.ClassOptimizer):
         return held
 
     def _taken(self, instance: Any, param: Tensor) -> dict[str, Tensor]:
-        return {name: value for key, x in instance.state[param].items() for name, value in [self._tensor(key, x)]}
+        return dict(starmap(self._tensor, instance.state[param].items()))
 
     def _group(self, group: Mapping[str, Any], carried: Collection[str]) -> dict[str, Tensor]:
         """The numbers and tensors that the class keeps in its param group, such as a count of steps."""
         settings = _SETTINGS.union(inspect.signature(self.cls).parameters).difference(carried)
-        numbers = {k: x for k, x in group.items() if isinstance(x, bool | int | float | Tensor) and k not in settings}
-        return dict(self._tensor(key, x) for key, x in numbers.items())
+        of_class = {k: x for k, x in group.items() if isinstance(x, bool | int | float | Tensor) and k not in settings}
+        return dict(starmap(self._tensor, of_class.items()))
 
     def _tensor(self, key: Any, value: Any) -> tuple[str, Tensor]:
         if isinstance(value, Tensor):
@@ -346,26 +346,21 @@ class _Look(pickle.Pickler):
         return NotImplemented
 
 
-def _before(taken: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state before the first step, with the structure of `taken`, an instance's state after a step."""
-    return _begun({name: torch.zeros_like(x) for name, x in taken.items()}, False)
-
-
-def _begun(taken: dict[str, Tensor], has_begun: bool = True) -> dict[str, Tensor]:
-    return {**taken, _BEGUN: torch.tensor(has_begun, device="cpu")} if taken else {}
+def _begun(taken: Mapping[str, Tensor], has_begun: bool = True) -> dict[str, Tensor]:
+    """`taken`, an instance's state after a step, with its flag; or with zeros, the state before the first step."""
+    held = taken if has_begun else {name: torch.zeros_like(x) for name, x in taken.items()}
+    return {**held, _BEGUN: torch.tensor(has_begun, device="cpu")} if taken else {}
 
 
 def _put(kept: Mapping[str, Tensor], donate: bool) -> dict[str, Any]:
     """The state to put into an instance, which may overwrite it: the inverse of ``_tensor``."""
     found: dict[str, Any] = {}
     for name, x in kept.items():
-        if name == _BEGUN:
-            continue
         if name.startswith(_NUMBER):
             found[_key(name.removeprefix(_NUMBER))] = x.item()
         elif name.startswith(_NONE):
             found[_key(name.removeprefix(_NONE))] = None
-        else:
+        elif name != _BEGUN:
             found[_key(name)] = x if donate else x.clone()
     return found
 
