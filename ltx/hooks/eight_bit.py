@@ -9,18 +9,13 @@
 
     QSGD:       x^_i = |x| * sign(x_i) * l_i / s,   l_i = floor(s |x_i| / |x| + u_i),   u_i uniform in [0, 1)
 
-ByteGrad is Bagua's MinMaxUInt8 (Gan et al., "BAGUA: Scaling up distributed learning with system relaxations", VLDB
-2022, section 3), Quantize the affine quantization of ``torch.distributed``'s quantization hooks (Jacob et al.,
-"Quantization and training of neural networks for efficient integer-arithmetic-only inference", CVPR 2018, equation 1).
-If base is 0, all numbers of the grid are multiples of the step, so 0 is decoded as 0. A parameter without gradient must
-not get one by rounding: Adam divides by the root of its second moment, which is 0 there.
+ByteGrad is Bagua's MinMaxUInt8 (Gan et al., "BAGUA", VLDB 2022, section 3), whose 1e-7 is left out where it would be
+more than a tenth of a step. Quantize is Jacob et al., "Quantization and training of neural networks for efficient
+integer-arithmetic-only inference", CVPR 2018, equation 1. With a base of 0, 0 is decoded as 0: a parameter without
+gradient must not get one by rounding, as Adam divides by the root of its second moment, which is 0 there.
 
-Both take the step from the true range, however small that is, and clamp codes, so that codes don't wrap. Bagua adds
-1e-7 for ranges of 0; where it would be more than a tenth of a step, it is left out here.
-
-QSGD is that of Alistarh et al., "QSGD: Communication-efficient SGD via gradient quantization and encoding", NeurIPS
-2017, section 3.1: E x^ = x and E|x^ - x|^2 <= min(d / s^2, sqrt(d) / s) |x|^2 for a block of d numbers (lemma
-3.1). Levels are sent as bytes, not in the paper's Elias code.
+QSGD is Alistarh et al., NeurIPS 2017, section 3.1: E x^ = x and E|x^ - x|^2 <= min(d / s^2, sqrt(d) / s) |x|^2 for a
+block of d numbers (lemma 3.1). Levels are sent as bytes, not in the paper's Elias code.
 """
 
 from __future__ import annotations
@@ -54,7 +49,7 @@ class Grid(NamedTuple):
 
 @dataclass(frozen=True)
 class EightBitHook(CompressedAllReduce):
-    """Messages are ``[centre, step] of each group, a code of a signed byte for each number``: centre + code * step."""
+    """Messages are ``[centre, step] of each group, a signed byte for each number``, which is centre + byte * step."""
 
     def groups(self, m: int) -> int:
         """The number of groups in a row of m numbers; each group has its own grid."""

@@ -4,22 +4,18 @@ A lossy hook C doesn't send all of a gradient. Error feedback keeps the rest e f
 
     sent_t = C(g_t / n + e_t),   e_{t+1} = g_t / n + e_t - sent_t
 
-Error feedback: Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed
-training of speech DNNs", 2014; Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression
-schemes", 2019, algorithm 2. A share is a gradient divided by the number of ranks n; the residual e is in the same
-units. The result of a step is the sum over ranks of what they sent, so nothing is lost: over any number of steps,
-sum of the steps' gradients = sum of what was sent + the residuals of all ranks.
+Seide et al., "1-bit stochastic gradient descent", 2014; Karimireddy et al., "Error feedback fixes SignSGD", 2019,
+algorithm 2. A share is a gradient divided by the number of ranks n; the residual e is in the same units. The result of
+a step is the sum of what ranks sent: over any steps, the sum of gradients is that of results plus all residuals.
 
-A compressed all-reduce is a reduce-scatter and an all-gather of messages:
+A compressed all-reduce (Tang et al., "1-bit Adam", 2021, section 4.2) sends 2(n-1)/n of a message, as a ring does:
 
     1. A share is cut into n rows. Row r is encoded and sent to rank r.                        (exchange)
     2. Rank r decodes the messages it gets and adds them: row r of the sum, which it encodes.
     3. Every rank gets all rows of the sum and decodes them, its own included.                 (all-gather)
 
-Each rank sends 2(n-1)/n of a message, as in a ring, whatever n is; with a gather of all messages it would send n-1. All
-ranks decode the same bytes, so their results are equal to the last bit. The error of the second encoding goes into the
-residual of the rank that encoded the row, so that what the ranks sent adds up to the result. Bagua's bytegrad has these
-steps; Tang et al., "1-bit Adam", 2021, section 4.2, calls them compressed_allreduce.
+All ranks decode the same bytes, so their results are equal to the last bit. The error of the second encoding goes into
+the residual of the rank that encoded the row, so that what the ranks sent adds up to the result.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
     C(x) = mean|x| * sign(x)    for each block of x; sign(0) = 1, sign(-0) = -1
 
-Seide et al., "1-bit stochastic gradient descent", 2014; the scale is that of Bernstein et al., "signSGD", 2018, and
-Karimireddy et al., "Error feedback fixes SignSGD", 2019. With it |C(x) - x|^2 = (1 - |x|_1^2 / (d |x|^2)) |x|^2 for a
-block of d numbers, so C is a contraction and error feedback converges. Tang et al., "1-bit Adam", 2021, encode twice.
+The scale is that of Karimireddy et al., "Error feedback fixes SignSGD", 2019. With it, for a block of d numbers,
+|C(x) - x|^2 = (1 - |x|_1^2 / (d |x|^2)) |x|^2, so C is a contraction and error feedback converges.
 """
 
 from __future__ import annotations

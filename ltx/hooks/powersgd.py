@@ -3,11 +3,10 @@
     M = M_1 + ... + M_n   (shares with their residuals, each parameter as a matrix)
     P = orthonormalised(M Q),   Q' = M^T P,   M^ = P Q'^T,   e_r = M_r - M^ / n
 
-Vogels, Karimireddy and Jaggi, "PowerSGD: Practical low-rank gradient compression for distributed optimization", NeurIPS
-2019, algorithm 1 and 2. M Q and M^T P are sums over ranks, so two all-reduces of thin matrices replace one of the
-gradient, and M^ is the projection of M on the columns of P. With the last Q' as the next Q (warm start) the iteration
-continues from step to step; with more iterations a step, M^ approaches the best matrix of that rank. The residual is
-the rank's own share minus its part of the result, as in algorithm 2. P and Q are held transposed: it is fastest.
+Vogels, Karimireddy and Jaggi, "PowerSGD", NeurIPS 2019, algorithm 1 and 2. M Q and M^T P are sums over ranks, so two
+all-reduces of thin matrices replace one of the gradient. With the last Q' as the next Q (warm start) the iteration
+continues from step to step; with more iterations a step, M^ approaches the best matrix of that rank. P and Q are held
+transposed: it is fastest.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ class PowerHook(LossyHook):
 
     Args:
         rank: the number of columns of the thin matrices.
-        start_step: before this synchronised step the hook is the all-reduce of the exact mean, and nothing is
-            compressed; by default for 1,000 steps, as in torch. 0 compresses from the start.
+        start_step: before this synchronised step the hook is the exact mean; by default for 1,000 steps, as in torch.
         warm_start: begin each power iteration with the last one's result; else with new random matrices.
         seed: the seed of the random matrices, which are the same on all ranks.
         error_feedback: keep what the low rank leaves out for the next step.

@@ -3,9 +3,8 @@
     TopK:     C(x) = x where |x| is among the k greatest of a row, else 0         |C(x) - x|^2 <= (1 - k/d) |x|^2
     RandomK:  C(x) = x at one random place of each of k strata, else 0          E|C(x) - x|^2 =  (1 - k/d) |x|^2
 
-Aji and Heafield, "Sparse communication for distributed gradient descent", EMNLP 2017; the bounds are from Stich,
-Cordonnier and Jaggi, "Sparsified SGD with memory", NeurIPS 2018, definition 2.1. RandomK's places are the same on all
-ranks, so that only a sum of k numbers is sent.
+The bounds are definition 2.1 of Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", NeurIPS 2018. RandomK's
+places are the same on all ranks, so that only a sum of k numbers is sent.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@
     steps s > w:        m = what the strategy has made of every rank's momentum,  v as it was after step w
     at each:            x = x - lr / (1 - b1^s) * m / (sqrt(v) / sqrt(1 - b2^s) + eps)
 
-Tang et al., "1-bit Adam: communication efficient large-scale training with Adam's convergence speed", ICML 2021,
-algorithm 1, in the form of Bagua's QAdamOptimizer, whose bias corrections keep moving while v is frozen. What happens
-between the ranks is :class:`ltx.strategies.qadam.QAdam`.
+Tang et al., "1-bit Adam", ICML 2021, algorithm 1, in the form of Bagua's QAdamOptimizer, whose bias corrections keep
+moving while v is frozen. What happens between the ranks is :class:`ltx.strategies.qadam.QAdam`.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
     every step:   x_r = update(x_r, grad f_r(x_r))
     a round:      s_r = x_r;     S = sum_r s_r while steps go on;     then x_r = x_r + S / n - s_r
 
-Bagua's async (Gan et al., "BAGUA: scaling up distributed learning with system relaxations", VLDB 2022, section 3;
-Lian et al., "Asynchronous decentralized parallel stochastic gradient descent", ICML 2018). A round adds a difference,
-so a rank keeps its own steps of the meantime, and the sum of all ranks' parameters doesn't change.
+Bagua's async (Gan et al., "BAGUA", VLDB 2022, section 3; Lian et al., "Asynchronous decentralized parallel stochastic
+gradient descent", ICML 2018). A rank keeps its own steps of the meantime, and the sum over ranks doesn't change.
 
 The process group's threads do a round's communication; steps begin and finish rounds at their end. From a GPU a round
 goes through the host, and the step that begins it waits until parameters are copied: NCCL would wait for all ranks.

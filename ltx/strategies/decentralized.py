@@ -3,11 +3,9 @@
     y_t^r = mean_s x_t^s   ("all")   or   (x_t^r + x_t^peer) / 2   ("shift_one")
     x_{t+1}^r = update(y_t^r, grad f_r(x_t^r))
 
-D-PSGD: Lian et al., "Can decentralized algorithms outperform centralized algorithms? A case study for decentralized
-parallel stochastic gradient descent", NeurIPS 2017, algorithm 1; the pairs are those of Bagua (Gan et al., "BAGUA:
-Scaling up distributed learning with system relaxations", VLDB 2022). As y doesn't depend on the step's gradients,
-weights are sent during the forward and the backward pass. They use the buckets' channels, which gradients don't need.
-Shared memory doesn't move data in the background, but takes less of a core's time than sockets.
+D-PSGD: Lian et al., "Can decentralized algorithms outperform centralized algorithms?", NeurIPS 2017, algorithm 1; the
+pairs are those of Bagua (Gan et al., "BAGUA", VLDB 2022). As y doesn't depend on the step's gradients, weights are sent
+during the forward and the backward pass, on the buckets' channels, which gradients don't need.
 
 On a ring, ranks send differences of weights in eight bits, without error feedback (DCD-PSGD):
 

@@ -5,9 +5,8 @@
     v      <- mu v + d,    a <- a - lr (d + mu v)               Nesterov's momentum, as torch.optim.SGD has it
     w_r    <- (1 - alpha) a + alpha w_r                         alpha is 0 except in "Streaming DiLoCo"
 
-Douillard et al., "DiLoCo: Distributed low-communication training of language models", 2023, algorithm 1. Fragments of
-the parameters that take turns, and outer gradients that are sent tau steps before they are used: Douillard et al.,
-"Streaming DiLoCo with overlapping communication", 2025, algorithm 2. With lr = 1 and mu = 0 it is local SGD.
+Douillard et al., "DiLoCo: Distributed low-communication training of language models", 2023, algorithm 1, and "Streaming
+DiLoCo with overlapping communication", 2025, algorithm 2. With lr = 1 and mu = 0 it is local SGD.
 """
 
 from __future__ import annotations

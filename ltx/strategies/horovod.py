@@ -3,8 +3,7 @@
     average:  w <- update(w, (f/n) sum_r g_r / f)       sum:  w <- update(w, sum_r g_r)
     adasum:   d_r = update_r(w, g_r) - w,  w <- w + adasum_r d_r       optimizer states differ between ranks
 
-Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow", 2018; Maleki et al., "Scaling
-distributed training with adaptive summation", MLSys 2021, section 4.
+Sergeev and Del Balso, "Horovod", 2018; Maleki et al., "Scaling distributed training with adaptive summation", 2021.
 """
 
 from __future__ import annotations

@@ -9,9 +9,8 @@ all ranks first train together for some steps.
               w_r <- mean_s w_s over r's group of n_i ranks     with the greatest H_i that divides t
 
 Stich, "Local SGD converges fast and communicates little", ICLR 2019; Lin, Stich, Patel and Jaggi, "Don't use large
-mini-batches, use local SGD", ICLR 2020 (post-local and hierarchical). T is `warmup_steps`, H is `period`. The schedules
-are those of torch.distributed's PeriodicModelAverager and HierarchicalModelAverager, which also count steps from 0 and
-average after the update. With `at_end`, t + 1 stands for t in the conditions of averages.
+mini-batches, use local SGD", ICLR 2020. T is `warmup_steps`, H is `period`. The schedules are those of torch's
+PeriodicModelAverager and HierarchicalModelAverager. With `at_end`, t + 1 stands for t in the conditions of averages.
 """
 
 from __future__ import annotations

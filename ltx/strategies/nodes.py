@@ -4,8 +4,7 @@
     2. Ranks with the same part apply the algorithm to it.        (among nodes)
     3. Every rank of a node gets all parts.                                         (all_gather within the node)
 
-Bagua instead reduces to one leader per node, which alone communicates with the other nodes' leaders, and broadcasts the
-result. With parts, a node sends the same amount over the network, and all of its ranks share the work.
+Bagua instead has one leader per node. With parts, a node sends as much, and all of its ranks share the work.
 """
 
 from __future__ import annotations

@@ -3,10 +3,8 @@
     steps s <= w:   g = mean_r g_r;     Adam's m, v and step
     steps s > w:    m_r = b1 m + (1 - b1) g_r;     m = 8-bit mean_r m_r;     v frozen;     Adam's step along m
 
-Tang et al., "1-bit Adam: communication efficient large-scale training with Adam's convergence speed", ICML 2021,
-algorithm 1: with ``momentum_hook=hooks.OneBit()``, one bit a number and error feedback. The default is the 8-bit
-messages of Bagua's qadam (Gan et al., "BAGUA: scaling up distributed learning with system relaxations", VLDB 2022).
-Adam's step is linear in m, not in g, so m may be compressed, as SGD's gradients may. With :func:`ltx.optim.qadam`.
+Tang et al., "1-bit Adam", ICML 2021, algorithm 1, with ``momentum_hook=hooks.OneBit()``; the default is Bagua's qadam
+(Gan et al., "BAGUA", VLDB 2022). Adam's step is linear in m, not in g, so m may be compressed, as SGD's gradients may.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@
     w~_r, m_r = update(g~_r, m_r, w[r])    on rank r alone, whose optimizer state m_r has 1/n of the elements
     w = [w~_0, ..., w~_{n-1}]              all-gather
 
-Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models", SC 2020, section 5: P_os,
-with gradients reduced where they are needed (section 7.1). x[r] is the r-th part of a tensor: flattened and padded with
-zeros, it has n parts of ceil(size / n) elements. So state has the same paths and shapes on every rank.
+Rajbhandari et al., "ZeRO", SC 2020, section 5: P_os, with gradients reduced where they are needed (section 7.1). x[r]
+is the r-th part of a tensor: flattened and padded with zeros, it has n parts of ceil(size / n) elements.
 
 With a lossy hook C, both halves of its all-reduce stay, with the optimizer between them:
 
