@@ -7,8 +7,8 @@ ltx waits for each bucket's future before it gives the hook the next bucket, onc
 # Annotations must not be strings: DDP compares a hook's annotations with the classes themselves.
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypedDict, cast
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ltx.errors import AxisError, HookError, StrategyError, SyncStateError, UnsupportedError
 from ltx.extend import (
-    Axis,
     Bucket,
     BucketInput,
     CommHook,
@@ -213,22 +212,6 @@ def from_torch(hook: TorchHook, state: Any = None) -> FromTorch:
 # --- hooks of ltx for DistributedDataParallel -------------------------------------------------------------------------
 
 
-class StateDict(TypedDict):
-    """The state of a :class:`ToTorch`: the number of steps so far, and each parameter's tensors by name."""
-
-    step: int
-    params: dict[str, LeafState]
-
-
-@dataclass
-class _Pass:
-    """A backward pass that is under way, with the buckets that it has sent."""
-
-    axis: Axis
-    pending: Pending
-    names: list[list[str]] = field(default_factory=list)
-
-
 class ToTorch:
     """Made by :func:`to_torch`: a hook for torch, with its state. `step`: the number of backward passes so far."""
 
@@ -247,14 +230,14 @@ class ToTorch:
         self._names = {id(param): (name, param) for name, param in (given or {}).items()}
         self._states: dict[str, LeafState] = {}
         self._loaded: dict[str, LeafState] = {}
-        self._pass: _Pass | None = None
+        self._pass: Pending | None = None  # the backward pass that is under way
         self.__name__ = self.__qualname__ = f"to_torch({hook!r})"  # DDP logs the name of its hook
 
     def __repr__(self) -> str:
         return self.__qualname__
 
     def __call__(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        expected = len(self._pass.pending.launched) if self._pass is not None and self._pass.pending.going_on else 0
+        expected = len(self._pass.launched) if self._pass is not None and self._pass.going_on else 0
         if bucket.index() != expected:  # the bucket must be the next of this pass, or the first of a new one
             raise StrategyError(
                 f"{self!r}: expected DDP's bucket {expected}, got bucket {bucket.index()}. Each DDP module needs a "
@@ -265,35 +248,34 @@ class ToTorch:
                 self._pass = self._begin(state)
             future = self._launch(self._pass, bucket)
             if bucket.is_last():  # all buckets are launched: wait for them, then take over the next states together
-                now = self._pass
-                for names, (_, states) in zip(now.names, now.pending.wait_each(), strict=True):
+                for names, (_, states) in zip(self._sent, self._pass.wait_each(), strict=True):
                     for name, state in zip(names, states, strict=True):
                         self._states[name] = {**self._states[name], **{k: t.detach() for k, t in state.items()}}
                 self.step += 1
-                now.pending.finish()
+                self._pass.finish()
                 self._pass = None
             return future
         except BaseException as error:
             if self._pass is not None:  # tell the peers, which may wait for the rest of this pass
-                self._pass.pending.abandon(error)
+                self._pass.abandon(error)
                 self._pass = None
             raise
 
-    def _begin(self, state: Any) -> _Pass:
+    def _begin(self, state: Any) -> Pending:
         group = state if state is not None else self._group
         if group is not None and not isinstance(group, dist.ProcessGroup):
             raise AxisError(
                 f"{self!r}: register_comm_hook's state is the process group over which to reduce, or None for DDP's "
                 f"default; got {type(group).__name__}."
             )
-        axis = comm.resolve(dist.group.WORLD if group is None else group)
-        on = cast(comm.AxisComm, axis.comm)
-        pending = Pending(on)
+        self._axis = comm.resolve(dist.group.WORLD if group is None else group)
+        self._sent: list[list[str]] = []  # the names of the parameters in each bucket of the pass
+        pending = Pending(on := cast(comm.AxisComm, self._axis.comm))
         pending.enter()
         on.passes.begin()
-        return _Pass(axis, pending)
+        return pending
 
-    def _launch(self, now: _Pass, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _launch(self, now: Pending, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer, grads = bucket.buffer(), bucket.gradients()
         if buffer.layout != torch.strided:
             raise UnsupportedError(
@@ -304,8 +286,8 @@ class ToTorch:
         mine = Bucket.of(bucket.index(), grads)
         states = [self._state(name, param) for name, param in zip(names, bucket.parameters(), strict=True)]
         states = [states_of(hook, entry) for entry in states]
-        now.pending.flush_others()
-        on = cast(comm.AxisComm, now.axis.comm)
+        now.flush_others()
+        on = now.among
         # Ranks must have equal buckets and hooks: they compare each new bucket.
         last, state_names = bucket.is_last(), sorted({name for state in states for name in state})
 
@@ -317,12 +299,12 @@ class ToTorch:
         phases = hook.phases
         on.open_phases(phases(on.size) if callable(phases) else phases)
         # DDP doesn't divide a GradBucket. Packing copies, since the buffer is DDP's.
-        flat = buffers.pack(grads, mine, hook, now.axis.size, states)
-        now.names.append(names)
+        flat = buffers.pack(grads, mine, hook, on.size, states)
+        self._sent.append(names)
         # A stream that waits for the future runs after the work that its stream has when the future completes.
         future = torch.futures.Future[torch.Tensor](devices=[buffer.device] if buffer.device.type != "cpu" else None)
-        inputs = BucketInput(flat, mine, now.axis.size, on.rank, states, self.step, last, now.axis)
-        now.pending.reduce(hook, inputs, lambda reduced: future.set_result(reduced[0].to(buffer.dtype)))
+        inputs = BucketInput(flat, mine, on.size, on.rank, states, self.step, last, self._axis)
+        now.reduce(hook, inputs, lambda reduced: future.set_result(reduced[0].to(buffer.dtype)))
         return future
 
     # --- state -------------------------------------------------------------------------------------------------------
@@ -344,15 +326,16 @@ class ToTorch:
             self._states[name] = _checked(name, fresh, self._loaded.pop(name, fresh))
         return self._states[name]
 
-    def state_dict(self) -> StateDict:
-        """A copy of this rank's state; states differ between ranks. Keys are parameters, so that buckets may change.
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of this rank's state, which differs between ranks: "step", the number of steps so far, and "params",
+        each parameter's tensors by name. Keys are parameters, so that buckets may change.
 
         Without `names` the keys are numbers, in the order in which DDP first showed the parameters.
         """
         held = {name: state for name, state in {**self._loaded, **self._states}.items() if state}
         return {"step": self.step, "params": _copies(held)}
 
-    def load_state_dict(self, state_dict: StateDict) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a dict of :meth:`state_dict`. Parameters that aren't in the dict begin with new state.
 
         Raises:
@@ -361,7 +344,7 @@ class ToTorch:
         if not isinstance(state_dict, Mapping) or set(state_dict) != {"step", "params"}:
             keys = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
             raise SyncStateError(f"{self!r}: expected a dict with 'step' and 'params' from state_dict(), got {keys}.")
-        if self._pass is not None and self._pass.pending.going_on:
+        if self._pass is not None and self._pass.going_on:
             raise SyncStateError(f"{self!r}: a backward pass is under way. Load the state before or after it.")
         known = {name for name, _ in self._names.values()}
         unknown = sorted(set(state_dict["params"]) - known) if self._named else []
