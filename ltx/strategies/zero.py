@@ -145,16 +145,15 @@ class ZeroStrategy(Strategy):
                     f"ZeroStrategy: the state {path!r} of {optimizer!r} is {tree.describe(leaf)}. State of parameters "
                     "given as vectors must be vectors like them, and counters 0-dim tensors."
                 )
-        own = as_shards(state, axis)
         if self.updates_in_buckets:
-            return own
+            return as_shards(state, axis)
         if any(x.is_complex() for x in tree.flatten(parts)[0]):
             raise StrategyError(
                 f"{self!r} codes differences of real parameters, and some are complex. Leave comm_hook out, or keep "
                 "their real and imaginary parts apart (torch.view_as_real)."
             )
         unsent = tree.map(lambda x: torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)), parts)
-        return CodedShards(own.state, own.ranks, own.rank, unsent)
+        return CodedShards(**vars(as_shards(state, axis)) | {"unsent": unsent})
 
     def rates(self, optimizer: Optimizer, opt_state: Shards, axis: Axis) -> Any:
         return super().rates(optimizer, opt_state.state, axis)
@@ -239,31 +238,24 @@ class Shards:
     state: Tree  # the optimizer's state for this rank's parts of the parameters, which are vectors
     ranks: int  # the number of parts; 1 for a whole state
     rank: int | None  # the rank whose part this is; None on simulated ranks, which hold all parts together
+    unsent: Tree = ()  # with a lossy hook: what this rank hasn't sent yet of its part, vectors as the parameters' parts
 
     @property
     def name(self) -> str:
         return f"shard_{'r' if self.rank is None else self.rank}_of_{self.ranks}"
 
 
-@dataclass(frozen=True)
 class CodedShards(Shards):
-    """:class:`Shards` of a strategy with a lossy hook, with what this rank hasn't sent yet of its part."""
-
-    unsent: Tree  # vectors as the parameters' parts
+    """:class:`Shards` of a strategy with a lossy hook."""
 
 
-tree.register_node(
-    Shards,
-    lambda shards: ((shards.state,), (shards.ranks, shards.rank)),
-    lambda children, static: Shards(children[0], *static),
-    lambda shards: (shards.name,),
-)
-tree.register_node(
-    CodedShards,
-    lambda shards: ((shards.state, shards.unsent), (shards.ranks, shards.rank)),
-    lambda children, static: CodedShards(children[0], static[0], static[1], children[1]),
-    lambda shards: (shards.name, f"{shards.name}.unsent"),
-)
+for _cls in (Shards, CodedShards):
+    tree.register_node(
+        _cls,
+        lambda shards: ((shards.state, shards.unsent), (shards.ranks, shards.rank)),
+        lambda children, static, cls=_cls: cls(children[0], *static, children[1]),
+        lambda shards: (shards.name, f"{shards.name}.unsent"),
+    )
 
 
 def width(numel: int, ranks: int) -> int:
