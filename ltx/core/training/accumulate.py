@@ -67,7 +67,7 @@ class Accumulated:
 
 
 class _Call:
-    """One call of an accumulated step. Given tensors for its leaves, it sums all micro-batches except the last."""
+    """One call of an accumulated step. Called with tensors for its leaves, it sums all micro-batches but the last."""
 
     def __init__(self, step: Accumulated, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.step, self.names = step, tuple(kwargs)
@@ -90,11 +90,6 @@ class _Call:
                 cuts = n not in whole and isinstance(cell, torch.Tensor) and cell.ndim > 0
                 count = len(tree.flatten(cell)[0]) if batches.is_records(cell) else 1
                 self.chunks += [cell.tensor_split(step.steps) if cuts else None] * count
-        self._structure: tuple[Any, list[Any]] = (None, [])
-        self._positions: list[int] = []  # the places of tensors among the leaves
-        self.wanted: tuple[int, ...] = ()  # the places, among the tensors, of those that are differentiated
-        self.drawn: dict[str, Any] = {}  # the states of the random number generators before the forward pass
-        self._dtype = torch.float32  # the dtype of the losses
 
     def run(self, leaves: Sequence[Any], which: range, carry: Any = None) -> _Part:
         """The sum over the micro-batches `which`, as plain graph. `leaves` stand in for the arguments' leaves: chunks
@@ -162,7 +157,7 @@ class _Call:
         """The sums over all micro-batches except the last, with one graph in memory at a time."""
         # All tensors are arguments of the Function, since it unwraps only its arguments from torch.func's levels.
         self._positions = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
-        self.wanted = tuple(self._positions.index(i) for i in inputs)
+        self.wanted = tuple(self._positions.index(i) for i in inputs)  # the places of `inputs` among the tensors
         self.drawn = torch_states()
         outs = MicroBatches.apply(self, *(self.leaves[i] for i in self._positions))
         raise_priority(outs[0], ACCUMULATE_PRIORITY)

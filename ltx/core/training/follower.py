@@ -56,7 +56,9 @@ def begins(parameters: Iterable[torch.Tensor]) -> None:
         if (found := _followers.get(x)) is not None:
             x.data = x.detach().clone()
             if (last := found()) is not None and any(x is own for own in last.trained):
-                last.end()
+                last.ended = _ENDED
+                if last.last is not None and last.last[0] is None:
+                    last.last[0] = _ENDED
 
 
 class Follower:
@@ -165,12 +167,6 @@ class Follower:
         """The module has no values until a state is shown again: its use raises with `why`."""
         give_away([x for x in self._params.values() if not isinstance(x, DonatedTensor)], why)
         self.shows = None
-
-    def end(self) -> None:
-        """The module's parameters belong to another state from now on."""
-        self.ended = _ENDED
-        if self.last is not None and self.last[0] is None:
-            self.last[0] = _ENDED
 
 
 def follow(train: Any, module: torch.nn.Module, state: TrainState) -> TrainState:

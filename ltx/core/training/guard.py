@@ -134,11 +134,6 @@ def _listed(texts: Sequence[str]) -> str:
     return ", ".join(texts[:_SHOWN]) + more
 
 
-def host_asks(train: TrainSettings, step: int) -> bool:
-    """Whether the host waits for a device at this step; with a limit of n skipped steps only at every n-th one."""
-    return train.guard == "raise" or (train.max_skipped is not None and step % train.max_skipped == 0)
-
-
 def must_sync_finite(train: TrainSettings, info: StepInfo) -> bool:
     """Whether ranks have to ask each other if gradients are finite, because they don't share them."""
     alone = not train.checks_finite or info.axis.size == 1
@@ -157,14 +152,13 @@ def loss_scale_of(train: TrainSettings, state: TrainState) -> torch.Tensor | flo
     """The factor of the loss; None for 1."""
     if train.dynamic is None:
         return None if train.step.precision is None else train.step.precision.loss_scale
-    scale: Any = getattr(state.loss_scale, "scale", ())
-    if isinstance(scale, tuple):
+    scale = getattr(state.loss_scale, "scale", None)
+    if not isinstance(scale, torch.Tensor):
         raise StepError(
             "train_step: this state has no loss scale, so it was made by another train step. Make it with this "
             "one's init, or add it: dataclasses.replace(state, loss_scale=ltx.DynamicLossScale(...).start())."
         )
-    found: torch.Tensor = scale
-    return found
+    return scale
 
 
 def all_finite(

@@ -1,10 +1,9 @@
 """What a train state was made for, and what another train step keeps of it.
 
 Elsewhere than with the train step that made it a state may go wrong without a word: a step that averages gradients
-keeps the unequal replicas of local SGD unequal; Adadelta takes Adam's moments, which have other meanings, for its own.
-So each call that gets a state compares once what it was made for (``state.layout``): states that don't name this train
-step (``made_by``) are compared as texts, and where these differ by what they keep. Another learning rate, another
-bucket size or a hook without state are no difference.
+keeps the unequal replicas of local SGD unequal; Adadelta takes Adam's moments for its own. So each call that gets a
+state compares once what it was made for (``state.layout``): states that don't name this train step (``made_by``) are
+compared as texts, and where these differ by what they keep, which another learning rate doesn't change.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from ltx.core import collectives, comm
 from ltx.core.base import traced, tree
 from ltx.core.base.arguments import brief
 from ltx.core.base.errors import StepError
-from ltx.core.optim import Optimizer
+from ltx.core.optim import Optimizer, advanced
 from ltx.core.training.parameters import left_out
 from ltx.core.training.settings import TrainSettings
-from ltx.core.training.train_state import TrainState, counted, updates_of
+from ltx.core.training.train_state import TrainState, updates_of
 from ltx.core.transforms.compare import tensors_by_path
 from ltx.core.transforms.strategy import StateLayout, Strategy
 from ltx.typing import Tree
@@ -140,10 +139,11 @@ def adopted(train: Any, state: TrainState, params: Literal["mean", "rank0"]) -> 
         sync_state = replace(sync_state, leaves=leaves_kept, step=state.held_sync_state.checked_step())
     scale, old_scale = new.loss_scale, state.loss_scale
     alike = tree.flatten(scale)[1] == tree.flatten(old_scale)[1]
-    following = replace(
+    return replace(
         new,
+        step=state.step,
         buffers=tree.map(torch.clone, state.buffers),
-        opt_state=_with_values(new.opt_state, kept),
+        opt_state=advanced(_with_values(new.opt_state, kept), lambda _: updates_of(state) if kept else 0),
         sync_state=sync_state,
         loss_scale=tree.map(torch.clone, old_scale) if alike else scale,
         module=state.module,
@@ -155,8 +155,6 @@ def adopted(train: Any, state: TrainState, params: Literal["mean", "rank0"]) -> 
             f"{'new' if sync_state is new.held_sync_state else 'kept'}",
         ),
     )
-    following = counted(following, state.step, updates_of(state) if kept else 0)
-    return replace(following, sync_state=replace(following.held_sync_state, step=sync_state.step))
 
 
 def _by_path(part: Tree) -> dict[str, torch.Tensor]:

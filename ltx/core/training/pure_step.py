@@ -22,7 +22,7 @@ from ltx.core.training.outputs import Batch, GivenGradients
 from ltx.core.training.replicas import check_replicas
 from ltx.core.training.settings import TrainSettings, check_layout, refuse_in_graph
 from ltx.core.training.step import Step
-from ltx.core.training.train_state import Metrics, TrainState
+from ltx.core.training.train_state import TrainState
 from ltx.core.transforms.functional_call import Calls, own_grad_and_value
 from ltx.core.transforms.run import CallOptions, Weighted
 from ltx.core.transforms.strategy import StepInfo, Updated, stateful
@@ -130,7 +130,7 @@ class PureStep(Step):
             )
         return updated
 
-    def commit(self, updated: Updated, following: TrainState, metrics: Metrics) -> None:
+    def commit(self, updated: Updated, following: TrainState) -> None:
         if not traced.recording() and self.state.module is not None and not private.in_transform():
             following.__dict__["module"] = self.state.module
             self.state.module.show(following)

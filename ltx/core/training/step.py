@@ -74,7 +74,7 @@ class Step:
                     rates = train.step.strategy.rates(train.optimizer, state.held_opt_state, self.info.axis)
                 metrics = Metrics(loss, aux, rates=rates)
                 following, metrics = guard.next_state(train, state, updated, buffers, sync, metrics, finite)
-                self.commit(updated, following, metrics)
+                self.commit(updated, following)
         except BaseException as error:
             self.failed(done, error)
             raise
@@ -139,7 +139,7 @@ class Step:
         sync: SyncState = self.state.held_sync_state
         return sync.advanced(updated.states, self.info.step)
 
-    def commit(self, updated: Updated, following: TrainState, metrics: Metrics) -> None:
+    def commit(self, updated: Updated, following: TrainState) -> None:
         """Give the memory of the state to the `following` one, if it is reused."""
 
     def failed(self, done: BackwardResult, error: BaseException) -> None:
@@ -308,8 +308,9 @@ class EagerStep(Step):
         if self._work.unused:
             self._work.look(range(len(done.grads)), done.grads)
         finite = guard.all_finite(self.train, done.grads, self.info, done.sums) if self._checks else None
-        if isinstance(finite, torch.Tensor) and guard.host_asks(self.train, self.state.step):  # it waits for the device
-            finite = bool(self.info.axis.ranks.read(finite, "the guard"))
+        guards, most = self.train.guard == "raise", self.train.max_skipped
+        if isinstance(finite, torch.Tensor) and (guards or (most is not None and self.state.step % most == 0)):
+            finite = bool(self.info.axis.ranks.read(finite, "the guard"))  # the host waits for the device
         if done.skip is not None and finite is not False:
             finite = done.skip.logical_not() if finite is None or finite is True else finite & ~done.skip
         return finite
@@ -333,7 +334,7 @@ class EagerStep(Step):
         states = [] if counts_first else tree.flatten(self.state.held_opt_state)[0]
         return [*map(attrgetter("_version"), (*self.leaves, *states))]
 
-    def commit(self, updated: Updated, following: TrainState, metrics: Metrics) -> None:
+    def commit(self, updated: Updated, following: TrainState) -> None:
         state = self.state
         carried = self.resolved.after(following, self._work.run)
         following.__dict__.update(of_step=True, made_by=self.train, resolved=carried, module=state.module)
@@ -356,8 +357,8 @@ class EagerStep(Step):
     def failed(self, done: BackwardResult, error: BaseException) -> None:
         state = self.state
         match self._written:
-            case Written.ALL if self.train.donate:
-                state.become(self._following)
+            case Written.ALL if self.train.donate:  # an interrupt has kept the next state from the caller
+                state.__dict__.update(self._following.__dict__)
             case Written.NOTHING if done.grads is None:
                 self._work.invalidated_by(error)
             case Written.PERHAPS if self._before == self._versions:

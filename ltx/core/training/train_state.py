@@ -236,10 +236,6 @@ class TrainState(Readable):
         if self.module is not None and self.module.shows is self.lease:
             self.module.spoil(f"this {self.module.kind} has the tensors of a TrainState, and {why}")
 
-    def become(self, following: TrainState) -> None:
-        """Become `following`, the next state, because an interrupt has kept it from the caller."""
-        self.__dict__.update(following.__dict__)
-
     def state_dict(self) -> dict[str, Any]:
         """All tensors by path, and the step, for ``torch.distributed.checkpoint``.
 
