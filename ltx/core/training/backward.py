@@ -53,9 +53,8 @@ class Backward(NamedTuple):
     prepared: Prepared | None  # the optimizer's faster update of the state's parameters, if it has one
 
     def objective(self) -> torch.Tensor | None:
-        """The tensor that is differentiated: `total` times the loss scale; None if it depends on no input. The pass is
-        ``torch.autograd.backward``, not ``grad``, as accumulation gives each gradient its parameter's memory layout
-        while it is in the cache. Optimizers' kernels need that layout.
+        """What is differentiated: `total` times the loss scale; None if it depends on no input. The pass accumulates,
+        and so gives each gradient its parameter's memory layout, which kernels need, while it is in the cache.
         """
         total = self.total
         if not is_one(self.loss_scale):
@@ -203,7 +202,7 @@ def scale_of(work: Backward, schedule: ProcessSchedule) -> Scale:
 
 
 class _Completion:
-    """Has `complete`, called with each bucket of a backward pass that is complete, and `result`, of all buckets."""
+    """Has `complete`, called with each complete bucket of a backward pass, and `result`, of all buckets."""
 
     def __init__(self, work: Backward, schedule: ProcessSchedule):
         self.updated = 0  # the number of buckets that the optimizer has updated
@@ -219,9 +218,10 @@ class _Completion:
         if self._work.donate:
             self._work.state.begin_writing()
 
-    def _states_after(self, params: Tree) -> dict[str, LeafState]:
-        before = self._work.state.held_sync_state.leaves
-        return states_after(self._plan, self._states, before, params) if before else {}
+    def _states_after(self) -> dict[str, LeafState]:
+        state = self._work.state
+        before = state.held_sync_state.leaves
+        return states_after(self._plan, self._states, before, state.held_params) if before else {}
 
 
 class CollectGradients(_Completion):
@@ -249,10 +249,9 @@ class CollectGradients(_Completion):
         self._grads.update(zip(bucket.members, grads, strict=True))
 
     def result(self) -> BackwardResult:
-        after = self._states_after(self._work.state.held_params)
         sums = self._sums if self._probes is not None else None
         grads = [*map(self._grads.__getitem__, range(len(self._work.leaves)))]
-        return BackwardResult(grads, after, sums=sums, skip=self._scale.skip)
+        return BackwardResult(grads, self._states_after(), sums=sums, skip=self._scale.skip)
 
 
 class UpdateBuckets(_Completion):
@@ -284,7 +283,7 @@ class UpdateBuckets(_Completion):
         self._states.update(self._plan.states_by_leaf(bucket, reduced[1]))
 
     def result(self) -> BackwardResult:
-        return BackwardResult(None, self._states_after(self._params), self._params, advanced(self._opt_state))
+        return BackwardResult(None, self._states_after(), self._params, advanced(self._opt_state))
 
 
 class UpdateThenSend(_Completion):
@@ -334,14 +333,13 @@ class UpdateThenSend(_Completion):
         return given
 
     def complete(self, bucket: Bucket, reduced: Reduced) -> None:
-        finish = take_updated(self._hook, bucket, reduced, self._old, self._params, self._states)
-        if finish is not None:
+        if finish := take_updated(self._hook, bucket, reduced, self._old, self._params, self._states):
             finish()
 
     def result(self) -> BackwardResult:
-        spec = tree.flatten(params := self._work.state.held_params)[1]
+        params = tree.unflatten(tree.flatten(self._work.state.held_params)[1], self._params)
         opt_state = self._hook.held(advanced(self._opt_state), self._axis)
-        return BackwardResult(None, self._states_after(params), tree.unflatten(spec, self._params), opt_state)
+        return BackwardResult(None, self._states_after(), params, opt_state)
 
 
 Completion = CollectGradients | UpdateBuckets | UpdateThenSend

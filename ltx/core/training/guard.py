@@ -105,7 +105,7 @@ def _own_gradients(train: TrainSettings, state: TrainState, batch: Batch, info: 
         arguments = arguments_of(tree.unflatten(spec, leaves), state.buffers, batch)
         run = local.run(arguments, batch.named, CallOptions(step=info.step, frozen=state.frozen))
         own.extend(run.own)
-        found = outputs_of(run, state.buffers, train.has_aux).loss
+        found, *_ = outputs_of(run, state.buffers, train.has_aux)
         total = found.total if isinstance(found, Weighted) else found
         return total if factor is None else total * factor
 

@@ -27,12 +27,6 @@ class Batch(NamedTuple):
     named: dict[str, Any]
 
 
-class Outputs(NamedTuple):
-    loss: torch.Tensor | Weighted  # attached to the graph
-    buffers: Tree  # the next buffers, or None if there are none
-    aux: Any  # the other outputs; None without `has_aux`
-
-
 def arguments_of(params: Tree, buffers: Tree, batch: Batch) -> tuple[Any, ...]:
     return (params, *batch.args) if buffers is None else (params, buffers, *batch.args)
 
@@ -73,8 +67,10 @@ def loss_in(output: Any) -> Any:
     return getattr(output, "loss", None) if dataclasses.is_dataclass(output) else None
 
 
-def outputs_of(run: Run, buffers: Tree, has_aux: bool, detached: bool = True) -> Outputs:
-    """The parts of the output of `run`, a step that got `buffers`. A mapping or dataclass with an entry `loss` stands
+def outputs_of(
+    run: Run, buffers: Tree, has_aux: bool, detached: bool = True
+) -> tuple[torch.Tensor | Weighted, Tree, Any]:
+    """(loss, next buffers, aux) of `run`, a step that got `buffers`. A mapping or dataclass with an entry `loss` stands
     for that loss, and with `has_aux` for aux too. With ``data_parallel(outputs="mean")`` buffers and aux are means over
     ranks; with `detached` they have no derivative.
     """
@@ -105,7 +101,7 @@ def outputs_of(run: Run, buffers: Tree, has_aux: bool, detached: bool = True) ->
                 "Return all buffers, such as {**buffers, **new}."
             )
     rest: dict[str, Any] = run.averaged(tree.detached(parts) if detached else parts) if parts else parts
-    return Outputs(loss, rest.get("buffers"), rest.get("aux"))
+    return loss, rest.get("buffers"), rest.get("aux")
 
 
 class ZeroWithGradients(torch.autograd.Function):

@@ -27,7 +27,7 @@ from ltx.core.optim.base import Prepared, Update, chosen
 from ltx.core.optim.from_torch import TorchOptimizer
 from ltx.core.training import backward, guard
 from ltx.core.training.backward import Backward, BackwardResult, Completion
-from ltx.core.training.outputs import Batch, Outputs, arguments_of, outputs_of
+from ltx.core.training.outputs import Batch, arguments_of, outputs_of
 from ltx.core.training.resolved import Resolved
 from ltx.core.training.settings import TrainSettings
 from ltx.core.training.train_state import Metrics, TrainState, hand_over, torch_states
@@ -96,14 +96,13 @@ class Step:
             update = Update(*of, self.in_place, finite, self.later, self.about_to_write, faster)
             return check_updated(strategy, strategy.update(update, states, self.info, self.pending), update, states)
 
-    def called(self, given: Tree, options: CallOptions, calls: Any = None) -> tuple[Run, Outputs]:
-        """The call of the user's step on the parameters `given`. `calls`: a context that records functional calls."""
+    def called(self, given: Tree, options: CallOptions, calls: Any = None) -> tuple[Run, Any]:
+        """The user's step on the parameters `given`: (run, (loss, buffers, aux)). `calls` records functional calls."""
         buffers, strategy = self.state.held_buffers, self.train.step.strategy
-        arguments = arguments_of(given, buffers, self.batch)
         with calls or comm.NOTHING:
-            run = self.train.step.run(arguments, self.batch.named, options)
+            run = self.train.step.run(arguments_of(given, buffers, self.batch), self.batch.named, options)
         outputs = outputs_of(run, buffers, self.train.has_aux, self.detached)
-        if isinstance(outputs.loss, Weighted):
+        if isinstance(outputs[0], Weighted):
             require("weighted, strategy", strategy, "", self.info.step)
             require("weighted, hook", strategy.hook(self.info.step))
         return run, outputs
