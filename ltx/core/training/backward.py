@@ -234,19 +234,19 @@ class CollectGradients(_Completion):
         self._sums: list[torch.Tensor | float] = []
 
     def complete(self, bucket: Bucket, reduced: Reduced) -> None:
-        grads = unpack(reduced[0].view(-1), bucket)
+        flat = reduced[0].view(-1).to(bucket.dtype)
         if self._plan.keeps:
             self._states.update(self._plan.states_by_leaf(bucket, reduced[1]))
         # If the sum of the unscaled gradients is finite, so is the sum after a factor of at most 1.
         known = not isinstance(factor := self._scale.factor, torch.Tensor) and abs(factor) <= 1
         total = self._schedule.total(bucket) if self._probes is not None and known else None
         if not is_one(self._scale.factor):
-            self._scale.apply(grads)
+            self._scale.apply([flat])
         if total is not None:
             self._sums.append(total)
         elif self._probes is not None:
-            self._sums += self._probes(grads)  # now, while the gradients are in the cache
-        self._grads.update(zip(bucket.members, grads, strict=True))
+            self._sums += self._probes([flat])  # now, while the gradients are in the cache
+        self._grads.update(zip(bucket.members, unpack(flat, bucket, cast=False), strict=True))
 
     def result(self) -> BackwardResult:
         sums = self._sums if self._probes is not None else None

@@ -32,22 +32,8 @@ _SHOWN = 4
 
 
 def probes(grads: Tensors) -> list[torch.Tensor]:
-    """Sums over all elements, in one pass over memory. A sum isn't finite if an element isn't, and rarely otherwise."""
-    return [g.sum(dtype=torch.float32) if g.dtype.itemsize < 4 else g.sum() for g in _runs(grads)]
-
-
-def _runs(grads: Tensors) -> list[torch.Tensor]:
-    """`grads`, with neighbours in memory joined into one tensor, because each call has a cost."""
-    runs: list[tuple[torch.Tensor, int, tuple[Any, ...]]] = []  # (first tensor, elements, memory position after them)
-    for g in grads:
-        storage, start, count = g.untyped_storage().data_ptr(), g.storage_offset(), g.numel()
-        following = (g.dtype, storage, start + count) if g.is_contiguous() else ()
-        if runs and following and runs[-1][2] == (g.dtype, storage, start):
-            first, so_far, _ = runs.pop()
-            runs.append((first, so_far + count, following))
-        else:
-            runs.append((g, count, following))
-    return [first if first.numel() == count else first.as_strided((count,), (1,)) for first, count, _ in runs]
+    """Each one's sum, in one pass over memory. It isn't finite if an element isn't, and rarely otherwise."""
+    return [g.sum(dtype=torch.float32) if g.dtype.itemsize < 4 else g.sum() for g in grads]
 
 
 def not_finite(grads: Tensors, sums: Sequence[torch.Tensor | float] | None = None) -> torch.Tensor:
