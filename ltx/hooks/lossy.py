@@ -46,8 +46,6 @@ class CompressionResult(NamedTuple):
 
 #: Yields requests as a Reduction does, and returns a CompressionResult.
 Compression = Generator[CollectiveRequest, Tensor, CompressionResult]
-#: The same, but returns (CompressionResult, what is left of the share).
-CompressionWithRemainder = Generator[CollectiveRequest, Tensor, tuple[CompressionResult, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -84,11 +82,9 @@ class LossyHook(CommHook):
         """Send a part of the input, which isn't empty. `feedback`: whether the caller will call ``own()``."""
         raise NotImplementedError(f"{type(self).__name__} must define send(inputs, *, feedback)")
 
-    def send_and_keep(self, inputs: BucketInput) -> CompressionWithRemainder:
-        """As :meth:`send`. Also returns what is left of the share, in the share's memory."""
-        corrected = inputs.flat
-        sent = yield from self.send(inputs, feedback=True)
-        return sent, corrected.sub_(sent.own()) if sent.remainder is None else sent.remainder(corrected)
+    def send_and_keep(self, inputs: BucketInput) -> Compression:
+        """As :meth:`send`, for a caller that wants what is left of the share: it calls `remainder` if there is one."""
+        return self.send(inputs, feedback=True)
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         if not inputs.flat.numel():
@@ -96,7 +92,8 @@ class LossyHook(CommHook):
         if not self.error_feedback:
             sent = yield from self.send(inputs, feedback=False)
             return sent.total, sent.states
-        sent, left = yield from self.send_and_keep(inputs)
+        sent = yield from self.send_and_keep(inputs)
+        left = inputs.flat.sub_(sent.own()) if sent.remainder is None else sent.remainder(inputs.flat)
         return sent.total, with_residuals(sent.states, left if sent.finite else finite(left), inputs.bucket)
 
 
@@ -169,19 +166,14 @@ class CompressedAllReduce(LossyHook):
     def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
         return self._sending(inputs, feedback, in_place=False)
 
-    def send_and_keep(self, inputs: BucketInput) -> CompressionWithRemainder:
-        if not buffers.is_plain(inputs.flat):
-            return (yield from super().send_and_keep(inputs))
-        sent = yield from self._sending(inputs, feedback=True, in_place=True)
-        assert sent.remainder is not None
-        return sent, sent.remainder(inputs.flat)
+    def send_and_keep(self, inputs: BucketInput) -> Compression:
+        return self._sending(inputs, feedback=True, in_place=buffers.is_plain(inputs.flat))
 
     def sum_of_rows(
         self, rows: Tensor, key: Tensor | None, feedback: bool, in_place: bool
     ) -> Generator[CollectiveRequest, Tensor, tuple[Tensor, Tensor | None]]:
-        """The first half: (the sum of what ranks sent of this rank's row, what this rank sent of `rows`).
-
-        The latter is None without `feedback`, and `in_place`: `rows` then hold the encoding error.
+        """The first half: (the sum of what ranks sent of this rank's row, what this rank sent of `rows`). The latter is
+        None without `feedback`, and `in_place`: `rows` then hold the encoding error.
         """
         m, dtype = rows.shape[1], rows.dtype
         outgoing = self.encode_and_keep(rows, key) if in_place else self.encode(rows, key)
@@ -190,7 +182,7 @@ class CompressedAllReduce(LossyHook):
         return self.decoded_sum((yield CollectiveRequest("all_to_all", outgoing)), m, dtype), mine
 
     def _sending(self, inputs: BucketInput, feedback: bool, in_place: bool) -> Compression:
-        """As :meth:`send`. `in_place`: the input holds the encoding error afterwards; ``own()`` mustn't be called."""
+        """As :meth:`send`. `in_place`: the input holds the encoding error afterwards, and ``own()`` isn't called."""
         n, numel, dtype, rank = inputs.axis_size, inputs.flat.numel(), inputs.flat.dtype, inputs.rank
         m = -(-numel // (n * self.multiple())) * self.multiple()
         # the last row that isn't all padding, and its count of numbers without padding
