@@ -21,10 +21,8 @@ _WIDE = (torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class HalfHook(CompressedAllReduce):
-    """The sum over ranks of numbers that were rounded to `short`.
-
-    With error feedback the rounded numbers are sent as messages of 2 bytes a number and summed in their original dtype,
-    since no rank could feed back what a sum in half precision rounds off.
+    """The sum over ranks of numbers rounded to `short`; with error feedback, of messages that are summed in their own
+    dtype, since no rank could feed back what a sum in half precision rounds off.
     """
 
     reach: ClassVar[str] = "element"

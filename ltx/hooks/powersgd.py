@@ -257,10 +257,7 @@ def _cut(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 def _assembled(
     parts: Sequence[Tensor], products: dict[int, tuple[Tensor, Tensor]], sums: dict[int, Tensor], less: float | None
 ) -> Tensor:
-    """The flat total: part m is the product of its two thin matrices, or is given in `sums`.
-
-    With `less`, this factor times the total is subtracted from `parts`, each part while it is in the cache.
-    """
+    """The flat total, of products of thin matrices and of `sums`. `less` times it is taken from `parts`."""
     if not buffers.is_plain(parts[0]):
         firsts, seconds = ([pair[place] for pair in products.values()] for place in range(2))
         made = dict(zip(products, multiply_all([first.mT for first in firsts], seconds), strict=True))
@@ -339,9 +336,8 @@ def orthonormal_all(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 def orthonormal(matrices: Tensor) -> Tensor:
-    """Orthonormal rows spanning those of `matrices`, of shape ``(k, r, length)``; zeros for rows in earlier ones' span.
-
-    Gram-Schmidt, with two projections of each row ("twice is enough", Giraud, Langou and Rozložník, 2005).
+    """Orthonormal rows that span those of `matrices`, ``(k, r, length)``; zeros for rows in earlier ones' span. By
+    Gram-Schmidt with two projections ("twice is enough", Giraud, Langou and Rozložník, 2005).
     """
     matrices, _ = by_greatest(matrices)
     norms = torch.linalg.vector_norm(matrices, dim=-1, keepdim=True)

@@ -81,10 +81,8 @@ class TopK(CompressedAllReduce):
 
 
 def greatest(row: torch.Tensor, count: int) -> torch.Tensor:
-    """The places of the `count` greatest absolute values of a long row, as topk finds them, in a sixth of its time.
-
-    A sample gives a threshold, and only the numbers above it are sorted. If fewer than `count` are above it, all are
-    sorted: the result is exact whatever the sample is. Nothing is random.
+    """The places of the `count` greatest absolute values of a long row, as topk finds them, in a sixth of its time:
+    only what is above a threshold, which a sample gives, is sorted; if these are fewer than `count`, all are.
     """
     sample = row[::_EVERY].abs()
     expected = count * len(sample) / len(row)

@@ -53,9 +53,8 @@ _NUMBER, _NONE, _KEY, _BEGUN = "number ", "none ", "key ", "has begun"
 
 @dataclass(frozen=True, repr=False)
 class ThirdParty(optimizers.ClassOptimizer):
-    """A class with a ``step()`` or constructor of its own; made by :func:`ltx.optim.from_torch`. It updates all
-    parameters together (in a :func:`ltx.optim.partition` those of its group), since one's update may depend on the
-    others, as LAMB's clipping does: ``overlap="update"`` and ZeRO refuse it.
+    """A class with a ``step()`` or constructor of its own. It updates all parameters (of its group) together, since
+    one's update may depend on the others, as LAMB's clipping does: ``overlap="update"`` and ZeRO refuse it.
     """
 
     def __post_init__(self) -> None:
@@ -155,9 +154,7 @@ class ThirdParty(optimizers.ClassOptimizer):
         return instance
 
     def _instance(self, params: list[Tensor], count: int, hyper: Tree, **others: Any) -> Any:
-        """An instance, made with the rate from which a scheduler of torch starts, if that is known, and with `others`,
-        and given the rate after `count` updates.
-        """
+        """An instance, of `others`, with the rate after `count` updates, made with a scheduler's first."""
         arguments = ({} if self.lr is None else {"lr": self.lr}) | self._kwargs | self._values(count, hyper)
         if isinstance(lr := arguments.get("lr"), Tensor):
             self._refuse_if(optimizers.differentiated([lr]))
@@ -173,9 +170,7 @@ class ThirdParty(optimizers.ClassOptimizer):
         return instance
 
     def _refuse_kept_by_init(self, instance: Any) -> None:
-        """Raise if ``__init__`` keeps what it would make of other parameters or of another rate: each update has new
-        ones. `instance`: one of zeros.
-        """
+        """Raise if ``__init__`` keeps what it makes of parameters or of the rate. `instance`: one of zeros."""
         first, ones = _kept(instance, by_value=True), [torch.ones(1, 1, requires_grad=True, device="cpu")]
         for place, look in _kept(self._instance(ones, 0, self._hyper), by_value=True).items():
             if first.get(place) != look:
@@ -295,9 +290,7 @@ _BY_NAME = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
 
 def _kept(instance: torch.optim.Optimizer, by_value: bool = False) -> dict[str, bytes]:
-    """What an instance keeps outside of its state, by place, in a form that tells whether a step has changed it; or
-    `by_value`, whether another instance keeps the same.
-    """
+    """What an instance keeps outside of its state, by place: to tell what a step, or `by_value` another, changes."""
     found = {f"self.{name}": x for name, x in vars(instance).items() if name not in _USUAL}
     found |= {f"self.defaults[{key!r}]": x for key, x in instance.defaults.items()}
     for number, group in enumerate(instance.param_groups):

@@ -209,9 +209,8 @@ class ShiftOne(CommHook):
 
 
 def step_tag(step: int, like: torch.Tensor) -> torch.Tensor:
-    """The bits of `step` and then their complements, each a 0 or a 1 of the dtype of `like`.
-
-    A mean of zeros is exactly 0 in every dtype, one of zeros and a 1 isn't: the mean of tags shows whether all agree.
+    """The bits of `step` and then their complements, each a 0 or a 1 of the dtype of `like`. The mean of tags shows
+    whether all agree: a mean of zeros is exactly 0 in every dtype, one of zeros and a 1 isn't.
     """
     bits = [step >> place & 1 for place in range(_BITS)]
     tag = torch.tensor([*bits, *(1 - bit for bit in bits)], dtype=like.dtype, device="cpu")

@@ -341,10 +341,8 @@ START = "start"  #: the key of a parameter's value before its move
 
 @dataclass(frozen=True)
 class AdasumOfMoves(hooks.Adasum, PostUpdateHook):
-    """Moves the old parameters by the adaptive sum of the ranks' moves.
-
-    Each rank gives its new parameters. Packing subtracts them from the old ones, so it reads both in one pass, and what
-    is summed are negated moves: their adaptive sum is the negated adaptive sum of the moves, to the bit.
+    """Moves the old parameters by the adaptive sum of the ranks' moves. Packing subtracts the new parameters from the
+    old ones, in one pass; the adaptive sum of negated moves is the negated adaptive sum of moves, to the bit.
     """
 
     def begun(self, old: Old) -> list[LeafState]:

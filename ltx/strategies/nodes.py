@@ -119,9 +119,8 @@ class NodeHook(CommHook):
 @around("hook")
 @dataclass(frozen=True)
 class ByNode(NodeHook):
-    """`hook`, which has no state, applied to the nodes' sums; or some of the three steps alone.
-
-    Without step 1 the ranks of a node have the same values. Without step 3 a rank gets zeros except in its part.
+    """`hook`, which has no state, applied to the nodes' sums; or some of the three steps. Without step 1 the ranks of a
+    node have the same values, without step 3 a rank gets zeros except in its part.
     """
 
     hook: CommHook = EXACT

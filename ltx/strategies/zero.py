@@ -230,10 +230,7 @@ class ZeroStrategy(Strategy):
 
 @dataclass(frozen=True)
 class Shards:
-    """One rank's part of an optimizer state; made by :class:`ltx.ZeroStrategy`.
-
-    Paths name the part ("opt_state.shard_0_of_2.per_param.w.exp_avg"), so parts don't collide in a checkpoint.
-    """
+    """One rank's part of an optimizer state. Paths name the part, so that parts don't collide in a checkpoint."""
 
     state: Tree  # the optimizer's state for this rank's parts of the parameters, which are vectors
     ranks: int  # the number of parts; 1 for a whole state

@@ -208,9 +208,8 @@ class _Call:
 
 
 class MicroBatches(Function):
-    """``MicroBatches.apply(call, *tensors)``: ``call(tensors)``, with its derivatives. The cotangent of each wanted
-    tensor is ct(total) * G, where G are the gradients that the forward pass has computed. The derivative of G is the
-    Hessian, which runs the steps again; it is only computed when somebody asks for it.
+    """``MicroBatches.apply(call, *tensors)``: ``call(tensors)``, with its derivatives. The cotangent of a wanted tensor
+    is ct(total) * G, G its gradient of the forward pass. The derivative of G, the Hessian, runs the steps again.
     """
 
     @staticmethod

@@ -163,9 +163,7 @@ def all_finite(
 
 
 def should_raise(train: TrainSettings, state: TrainState) -> bool:
-    """Whether gradients that aren't finite raise: by the guard, with dynamic loss scaling only at a scale of 1 or its
-    least value; or when as many steps in a row were skipped as the limit allows.
-    """
+    """Whether gradients that aren't finite raise: by the guard (if a dynamic scale is down), or the limit."""
     by_guard = train.guard == "raise"
     if by_guard and (dynamic := train.dynamic) is not None:
         by_guard = bool((plain_values(state.loss_scale.scale) <= max(1, dynamic.least)).all())

@@ -71,8 +71,7 @@ def outputs_of(
     run: Run, buffers: Tree, has_aux: bool, detached: bool = True
 ) -> tuple[torch.Tensor | Weighted, Tree, Any]:
     """(loss, next buffers, aux) of `run`, a step that got `buffers`. A mapping or dataclass with an entry `loss` stands
-    for that loss, and with `has_aux` for aux too. With ``data_parallel(outputs="mean")`` buffers and aux are means over
-    ranks; with `detached` they have no derivative.
+    for that loss, and with `has_aux` for aux too. Buffers and aux are means over ranks if the step says so.
     """
     output = run.output
     names = ("loss", *(() if buffers is None else ("buffers",)), *(("aux",) if has_aux else ()))
@@ -105,9 +104,7 @@ def outputs_of(
 
 
 class ZeroWithGradients(torch.autograd.Function):
-    """``apply(n, *params, *grads)`` is 0, and its gradients are `grads`; sums of products took twice as long. It is a
-    float64, so that the cotangent of the loss isn't rounded, whatever the dtypes of parameters.
-    """
+    """``apply(n, *params, *grads)``: a 0 whose gradients are `grads`; in float64, so that no cotangent is rounded."""
 
     generate_vmap_rule = True
 

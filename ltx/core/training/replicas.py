@@ -125,9 +125,7 @@ def _replicated(state: Tree) -> list[tuple[str, torch.Tensor]]:
 
 
 def _counts(state: Tree) -> list[tuple[str, torch.Tensor]]:
-    """The counts of a training state that should be the same on every rank. Empty if parameters differ between ranks,
-    which may have taken different numbers of steps; and on simulated ranks, which share the structure with the counts.
-    """
+    """The counts that ranks should have alike: none where parameters differ, or on simulated ranks."""
     if not isinstance(state, TrainState) or state.layout.params != "replicated" or private.in_transform():
         return []
     return [*counts_of(state).items()]

@@ -167,12 +167,7 @@ class TrainState(Readable):
         self.__dict__.update(parts, module=module, left=None if module else left)
 
     def check_owned(self, training: bool = False) -> None:
-        """Raise if this state was donated or is invalid. Values that were put into its module are its own from now on.
-
-        Raises:
-            DonatedStateError: it was donated. InvalidStateError: it is invalid. StepError: before a step of `training`,
-                its module has become another one.
-        """
+        """Raise if this state was donated or is invalid; before a step of `training` also if its module has changed."""
         if isinstance(self.lease[0], str):
             raise InvalidStateError(self.lease[0])
         if self.lease[0] is not None:
@@ -299,9 +294,7 @@ for _name in _PARTS:
 
 
 def counted(state: TrainState, step: int, updates: int) -> TrainState:
-    """`state` with other counts: `step` steps, and `updates` of the optimizer. The structure counts steps here, in the
-    optimizer's state and in the communication state, whose clock, which counts compiled steps, restarts from 0.
-    """
+    """`state` with other counts, of steps and of the optimizer's updates. The clock restarts from 0."""
     sync_state = replace(state.sync_state, step=step, clock=torch.zeros_like(state.sync_state.clock))
     return replace(state, step=step, opt_state=advanced(state.opt_state, lambda _: updates), sync_state=sync_state)
 

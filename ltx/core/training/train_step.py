@@ -289,9 +289,7 @@ class TrainStep(TrainSettings):
         return x.detach() if x.is_leaf and (reused or isinstance(x, torch.nn.Parameter)) else x
 
     def _compare(self, state: TrainState, axis: Axis, batch: Batch) -> None:
-        """Compare what should be the same on all ranks (after a checkpoint or an interrupt they may be at different
-        steps): every `check_every` steps, and at a world's first, which also compares their batches.
-        """
+        """Compare what ranks should have alike: every `check_every` steps, and at a world's first, then batches too."""
         compared, layout = axis.ranks.compared, self.step.strategy.layout
         anew = compared is not None and not compared.has(TrainStep, None)
         first = anew and "replicated" in (layout.params, layout.sync_state)
