@@ -209,9 +209,6 @@ def from_torch(hook: TorchHook, state: Any = None) -> FromTorch:
     return FromTorch(hook, state)
 
 
-# --- hooks of ltx for DistributedDataParallel -------------------------------------------------------------------------
-
-
 class ToTorch:
     """Made by :func:`to_torch`: a hook for torch, with its state. `step`: the number of backward passes so far."""
 
@@ -306,8 +303,6 @@ class ToTorch:
         inputs = BucketInput(flat, mine, on.size, on.rank, states, self.step, last, self._axis)
         now.reduce(hook, inputs, lambda reduced: future.set_result(reduced[0].to(buffer.dtype)))
         return future
-
-    # --- state -------------------------------------------------------------------------------------------------------
 
     def _name(self, param: torch.Tensor) -> str:
         known = self._names.get(id(param))

@@ -105,9 +105,6 @@ class BaguaStrategy(Strategy):
         return cast(Strategy, made(**{name: getattr(self, name) for name in common}, **given))
 
 
-# --- the algorithms that are hooks ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class GradientAllReduce(NodeStrategy):
     """Bagua's gradient_allreduce: the mean or sum of the ranks' gradients at every step.

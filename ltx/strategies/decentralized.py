@@ -205,9 +205,6 @@ class ShiftOne(CommHook):
         return theirs.add_(mine).div_(2), inputs.states
 
 
-# --- tags, by which ranks compare their numbers of steps --------------------------------------------------------------
-
-
 def step_tag(step: int, like: torch.Tensor) -> torch.Tensor:
     """The bits of `step` and then their complements, each a 0 or a 1 of the dtype of `like`. The mean of tags shows
     whether all agree: a mean of zeros is exactly 0 in every dtype, one of zeros and a 1 isn't.
@@ -216,8 +213,6 @@ def step_tag(step: int, like: torch.Tensor) -> torch.Tensor:
     tag = torch.tensor([*bits, *(1 - bit for bit in bits)], dtype=like.dtype, device="cpu")
     return comm.to_device(tag, like.device)
 
-
-# --- the ring, in eight bits ------------------------------------------------------------------------------------------
 
 _CODEC = ByteGrad()
 

@@ -130,8 +130,6 @@ class HorovodStrategy(Strategy):
         """The half-precision dtype in which values are sent; None for their own dtype."""
         return getattr(self.compression, "short", None)
 
-    # --- gradients ---------------------------------------------------------------------------------------------------
-
     def _synchronises(self, step: int) -> bool:
         return (step + 1) % self.backward_passes_per_step == 0
 
@@ -163,8 +161,6 @@ class HorovodStrategy(Strategy):
         if isinstance(self.groups, int):
             return _consecutive(self.groups, tuple(arrival))
         return _matching(tuple(tuple(group) for group in self.groups), tuple(paths()))
-
-    # --- training steps ----------------------------------------------------------------------------------------------
 
     @property
     def layout(self) -> StateLayout:
@@ -268,8 +264,6 @@ def _matching(groups: tuple[tuple[str, ...], ...], paths: tuple[str, ...]) -> tu
                 )
     return tuple(found.get(path, -1) for path in paths)
 
-
-# --- the hooks that Horovod's options need ----------------------------------------------------------------------------
 
 PASSES = "passes"  #: the key in the communication state of the sum of a parameter's gradients since the last update
 

@@ -225,9 +225,6 @@ class ZeroStrategy(Strategy):
         return optimizers.with_members(optimizer, each)
 
 
-# --- how tensors are cut among ranks, and the hooks that move parts --------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Shards:
     """One rank's part of an optimizer state. Paths name the part, so that parts don't collide in a checkpoint."""

@@ -198,9 +198,6 @@ def scale_of(work: Backward, schedule: ProcessSchedule) -> Scale:
     return Scale((schedule.among.size / weight).masked_fill(empty, 0.0) / work.loss_scale, empty)
 
 
-# --- buckets ---------------------------------------------------------------------------------------------------------
-
-
 class _Completion:
     """Has `complete`, called with each complete bucket of a backward pass, and `result`, of all buckets."""
 

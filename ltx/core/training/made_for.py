@@ -104,9 +104,6 @@ def _shapes(part: Tree) -> list[tuple[str, torch.Size]]:
     return [(path, x.shape) for path, x in tensors_by_path(part)]
 
 
-# --- adopt -----------------------------------------------------------------------------------------------------------
-
-
 def adopted(train: Any, state: TrainState, params: Literal["mean", "rank0"]) -> TrainState:
     if params not in ("mean", "rank0"):
         raise StepError(f'adopt: params must be "mean" or "rank0", got {brief(params)}.')

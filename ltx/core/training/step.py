@@ -145,9 +145,6 @@ class Step:
         """Say what has become of the state, as something failed in the update or after it."""
 
 
-# --- eager steps ------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Delay signals to the end of the block, as their handlers may raise (Ctrl-C, alarms). The main thread has them."""
@@ -209,8 +206,6 @@ class EagerStep(Step):
         self.later, self.prepared = self.resolved.late and self.train.donate, self.resolved.prepared
         self._calls = Calls()
         self._written, self._before = Written.NOTHING, list[int]()
-
-    # --- differentiate -----------------------------------------------------------------------------------------------
 
     def differentiate(self) -> tuple[BackwardResult, torch.Tensor, Tree, Any]:
         work, mean, buffers, aux = self._forward()
@@ -298,8 +293,6 @@ class EagerStep(Step):
             raise
         assert summary is not None
         return done, summary.mean(total.dtype) if completion.mean is None else completion.mean
-
-    # --- check, update, commit ---------------------------------------------------------------------------------------
 
     def finite(self, done: BackwardResult) -> bool | torch.Tensor | None:
         if done.grads is None:

@@ -350,8 +350,6 @@ tree.register_node(
 )
 
 
-# --- donated tensors -------------------------------------------------------------------------------------------------
-
 # A donated tensor allows these attributes, since none of them reads a value.
 _HARMLESS = frozenset(
     getattr(torch.Tensor, name).__get__
@@ -453,9 +451,6 @@ tree.register_node(
     lambda children, rates: replace(Metrics(*children), rates=rates.value),
     names=("loss", "aux", "grad_norm", "loss_scale", "skipped"),
 )
-
-
-# --- the default random number generators of this process ------------------------------------------------------------
 
 
 def torch_states() -> dict[str, Any]:
