@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import torch
 
@@ -33,18 +33,9 @@ from ltx.hooks.lossy import CompressedAllReduce, by_greatest, from_message, to_m
 _BAGUA_EPSILON = 1e-7
 
 
-class Grid(NamedTuple):
-    """The grids of k groups: code q stands for ``base + (q + offset) * step``. Each field has shape ``(k, 1)``."""
-
-    base: torch.Tensor
-    offset: torch.Tensor
-    step: torch.Tensor
-    inverse: torch.Tensor  # 1 / step, finite also where the step is 0
-
-    @property
-    def centre(self) -> torch.Tensor:
-        """The number with code 0. If the base is 0 it is one product, so that 0 is decoded as exactly 0."""
-        return self.base + self.offset * self.step
+#: (base, offset, step, its inverse, which is finite) of k groups, each ``(k, 1)``: q is ``base + (q + offset) * step``.
+#: The number with code 0 is the centre, base + offset * step: with a base of 0 one product, so that 0 stays exactly 0.
+Grid = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -64,10 +55,10 @@ class EightBitHook(CompressedAllReduce):
             return self._in_chunks(rows, keep=False)
         k, m = rows.shape
         groups = rows.view(k * self.groups(m), -1)
-        grid = self.grid(groups)
-        scaled = torch.round((groups - grid.base) * grid.inverse)
-        codes = (scaled - grid.offset).clamp(-128, 127).to(torch.int8)  # eight times faster than to uint8
-        head = torch.cat([grid.centre.view(k, -1), grid.step.view(k, -1)], 1)
+        base, offset, step, inverse = self.grid(groups)
+        scaled = torch.round((groups - base) * inverse)
+        codes = (scaled - offset).clamp(-128, 127).to(torch.int8)  # eight times faster than to uint8
+        head = torch.cat([(base + offset * step).view(k, -1), step.view(k, -1)], 1)
         return torch.cat([to_message(head), to_message(codes.view(k, m))], 1)
 
     def encode_and_keep(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
@@ -86,8 +77,8 @@ class EightBitHook(CompressedAllReduce):
         for row, row_codes in zip(rows.view(alike), codes.view(alike), strict=True):
             several = max(1, buffers.CHUNK // row.shape[1]) if count > 1 else k
             for groups, group_codes in zip(row.split(several), row_codes.split(several), strict=True):
-                base, offset, step, inverse = grid = self.grid(groups)
-                grids.append((centre := grid.centre, step))
+                base, offset, step, inverse = self.grid(groups)
+                grids.append((centre := base + offset * step, step))
                 based = bool(base.any())
                 columns = max(1, buffers.CHUNK // len(groups))
                 for chunk, code in zip(groups.split(columns, 1), group_codes.split(columns, 1), strict=True):
@@ -169,7 +160,7 @@ def _around_zero(low: torch.Tensor, high: torch.Tensor) -> Grid:
     inverse = 127.5 / torch.where(half >= 1275 * _BAGUA_EPSILON, half + _BAGUA_EPSILON / 2, half)
     inverse = inverse.clamp(max=torch.finfo(low.dtype).max)
     step = half.sign() / inverse  # 0 if all numbers are 0
-    return Grid(torch.zeros_like(low), torch.round(high * inverse) - 127, step, inverse)
+    return torch.zeros_like(low), torch.round(high * inverse) - 127, step, inverse
 
 
 @dataclass(frozen=True)
@@ -202,7 +193,8 @@ class ByteGrad(EightBitHook):
             return _around_zero(low, high)
         # Else the least number is the base: an offset from 0 would lose most of the digits.
         pairs = zip(_around_zero(low, high), (low, torch.full_like(low, 128), *_step(low, high)), strict=True)
-        return Grid(*(torch.where(around, a, b) for a, b in pairs))
+        base, offset, step, inverse = (torch.where(around, a, b) for a, b in pairs)
+        return base, offset, step, inverse
 
 
 @dataclass(frozen=True)
@@ -242,7 +234,7 @@ class Quantize(EightBitHook):
         low, high = _extremes(groups)
         low, high = low.clamp(max=0), high.clamp(min=0)
         step, inverse = _step(low, high)
-        return Grid(torch.zeros_like(low), 128 - torch.round(-low * inverse).clamp(0, 255), step, inverse)
+        return torch.zeros_like(low), 128 - torch.round(-low * inverse).clamp(0, 255), step, inverse
 
 
 @dataclass(frozen=True)

@@ -113,8 +113,8 @@ MUTANTS = (
     Mutant(
         name="hooks: ByteGrad's zero isn't on the grid",
         where="_around_zero",
-        old="return Grid(torch.zeros_like(low), torch.round(high * inverse) - 127, step, inverse)",
-        new="return Grid(torch.zeros_like(low), high * inverse - 127, step, inverse)",
+        old="return torch.zeros_like(low), torch.round(high * inverse) - 127, step, inverse",
+        new="return torch.zeros_like(low), high * inverse - 127, step, inverse",
         breaks="parameters without gradient get one",
         tests=(
             "tests/internal/hooks/test_plain.py",
