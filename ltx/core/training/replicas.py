@@ -53,7 +53,8 @@ def check_replicas(state: TrainState | Tree, axis: Any = None) -> None:
         ...
         ltx.errors.ReplicaDivergedError: axis 'data': leaf 'w' (float32[2]) should be the same on every rank, ...
     """
-    check_leaves(comm.resolve(axis), [*_replicated(state), *_counts(state)], _REPAIR)
+    leaves, counts = _alike(state)
+    check_leaves(comm.resolve(axis), [*leaves, *counts], _REPAIR)
 
 
 @checked("src")
@@ -80,7 +81,7 @@ def sync_params(state: State, src: int | None = None, axis: Any = None) -> State
         tensor([1., 1., 1.])
     """
     found = comm.resolve(axis)
-    leaves, counts = _replicated(state), _counts(state)
+    leaves, counts = _alike(state)
     if src is None:
         by_rank = digests_by_rank(found, [*leaves, *counts])
         most, count = Counter(map(tuple, by_rank)).most_common(1)[0]
@@ -114,18 +115,14 @@ def warn_of_equal_batches(batch: Tree, axis: Axis) -> None:
         warnings.warn(text, EqualBatchesWarning, stacklevel=1)
 
 
-def _replicated(state: Tree) -> list[tuple[str, torch.Tensor]]:
-    """(path, tensor) of the tensors that should be the same on every rank."""
+def _alike(state: Tree) -> tuple[list[tuple[str, torch.Tensor]], list[tuple[str, torch.Tensor]]]:
+    """(path, tensor) of what should be the same on every rank: of a tree's tensors, and of a train state's counts."""
     tree.refuse_dtensors(tree.flatten(state)[0], state, "values that are compared")
     if not isinstance(state, TrainState):
-        return tensors_by_path(state)
+        return tensors_by_path(state), []
     state.check_owned()
     said = vars(state.layout)  # nothing of parts that are always the same
-    return [x for x in tensors_by_path(state) if said.get(x[0].partition(".")[0], "replicated") == "replicated"]
-
-
-def _counts(state: Tree) -> list[tuple[str, torch.Tensor]]:
-    """The counts that ranks should have alike: none where parameters differ, or on simulated ranks."""
-    if not isinstance(state, TrainState) or state.layout.params != "replicated" or private.in_transform():
-        return []
-    return [*counts_of(state).items()]
+    same = [x for x in tensors_by_path(state) if said.get(x[0].partition(".")[0], "replicated") == "replicated"]
+    # Where parameters differ, so may the counts of steps; simulated ranks share the structure with the counts.
+    counted_alike = state.layout.params == "replicated" and not private.in_transform()
+    return same, [*counts_of(state).items()] if counted_alike else []
