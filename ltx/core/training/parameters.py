@@ -28,15 +28,6 @@ Trainable = str | Sequence[str] | Callable[[str], bool] | None
 _PIECE_BYTES = 64 << 20
 
 
-def check_trainable(trainable: Any) -> None:
-    several = isinstance(trainable, list | tuple) and all(isinstance(pattern, str) for pattern in trainable)
-    if not (several or trainable is None or isinstance(trainable, str) or callable(trainable)):
-        raise StepError(
-            "train_step: trainable must be a pattern of paths, a list of patterns, a function of a path, or None, got "
-            f'{brief(trainable)}. Such as trainable=["*.lora_*", "head.*"].'
-        )
-
-
 def split(params: Tree, trainable: Trainable) -> tuple[Tree, Tree]:
     """(trained, frozen) parameters: two trees, each with None in the other's places; `frozen` may be None. A leaf is
     frozen if `trainable` leaves it out, or if it doesn't require gradients, unless no leaf does and none is a module's.

@@ -16,7 +16,7 @@ from ltx.core.base.readable import Readable
 from ltx.core.optim import Optimizer
 from ltx.core.ranks.axis import Axis
 from ltx.core.training.accumulate import Accumulated
-from ltx.core.training.parameters import Trainable, check_trainable
+from ltx.core.training.parameters import Trainable
 from ltx.core.transforms.compare import tensors_by_path
 from ltx.core.transforms.data_parallel import DataParallel
 from ltx.core.transforms.strategy import Strategy, StrategyOffers, hooks_ahead, shares_gradients
@@ -103,9 +103,13 @@ class TrainSettings(Readable):
     may_raise: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_trainable(self.trainable)
-        if isinstance(self.trainable, list):
-            object.__setattr__(self, "trainable", tuple(self.trainable))
+        if isinstance(given := self.trainable, list | tuple) and all(isinstance(pattern, str) for pattern in given):
+            object.__setattr__(self, "trainable", tuple(given))
+        elif not (given is None or isinstance(given, str) or callable(given)):
+            raise StepError(
+                "train_step: trainable must be a pattern of paths, a list of patterns, a function of a path, or None, "
+                f'got {brief(given)}. Such as trainable=["*.lora_*", "head.*"].'
+            )
         check_fields(self, StrategyError, "guard", "overlap")
         step, optimizer = self.step, self.optimizer
         if not isinstance(step, DataParallel):
