@@ -46,7 +46,7 @@ MUTANTS = (
     Mutant(
         name="transforms: a donated state stays readable",
         where="hand_over",
-        old="state.donate()",
+        old="state.lease[0] = state.step + 1",
         new="",
         breaks="an old state shows the new parameters without a word",
         tests=("tests/contract/training/test_train_state.py", "tests/contract/training/test_train_state.py"),

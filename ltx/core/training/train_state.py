@@ -212,12 +212,6 @@ class TrainState(Readable):
                 "hold. Finish it first, on all ranks: state = train.finish(state)."
             )
 
-    def donate(self) -> None:
-        """Mark this state as donated: from now on reading it raises."""
-        self.lease[0] = self.step + 1
-        for name in _HELD:
-            self.__dict__.pop(name, None)
-
     def begin_writing(self) -> None:
         """Called before a step writes to this state's tensors: the state is invalid until the step has ended."""
         self.lease[0] = _INVALID.format(self.step, "a step was left in its update", _NEVER_WRITTEN)
@@ -390,7 +384,9 @@ def hand_over(state: TrainState, following: TrainState, seen: Sequence[str]) -> 
     written = [tree.flatten(getattr(state, f"held_{name}"))[0] for name in _WRITTEN if name in seen] if seen else ()
     # one tensor may be parameter and communication state
     held = {id(x): x for x in chain(*written) if isinstance(x, torch.Tensor)} if written else {}
-    state.donate()
+    state.lease[0] = state.step + 1
+    for name in _HELD:
+        state.__dict__.pop(name, None)
     if held:
         parts = {name: getattr(following, name) for name in _HELD}
         apart = {name: tree.map(lambda x: x.detach() if id(x) in held else x, part) for name, part in parts.items()}
