@@ -247,7 +247,7 @@ for _cls in (Shards, CodedShards):
     tree.register_node(
         _cls,
         lambda shards: ((shards.state, shards.unsent), (shards.ranks, shards.rank)),
-        lambda children, static, cls=_cls: cls(children[0], *static, children[1]),
+        lambda children, static, cls=_cls: cls(children[0], *static, children[1]),  # type: ignore[misc]
         lambda shards: (shards.name, f"{shards.name}.unsent"),
     )
 

@@ -127,7 +127,7 @@ def adopted(train: Any, state: TrainState, params: Literal["mean", "rank0"]) -> 
     # By requires_grad=False when the state was made, which its tensors don't show.
     out = ({*tree.leaf_paths(state.frozen)} - {*was.left_out}) | now_out
     fresh = replace(train, trainable=lambda path: path not in out)
-    new = fresh.gather(fresh.init(whole))
+    new: TrainState = fresh.gather(fresh.init(whole))
     same, wanted = new.layout.optimizer[0] == was.optimizer[0], _by_path(new.opt_state)
     kept = {path: x for path, x in _by_path(opt_state).items() if same and path in wanted}
     sync_state = new.held_sync_state
