@@ -60,23 +60,21 @@ class Round:
 class AsyncAveraging(NodeStrategy):
     """Local steps, and rounds in the background that move every rank towards the mean of all ranks' parameters.
 
-    It needs :func:`ltx.train_step`. After `warmup_steps` steps with mean gradients every rank trains at its own pace.
-    At the end of a step a rank adds the result of the last round, if that is complete, and begins the next round if
-    `sync_interval_ms` have passed since the last one began. A round completes when every rank has begun it, so the
-    slowest rank decides how often ranks mix. Steps don't wait for other ranks, and ranks may do different numbers of
-    steps. (Only ranks whose states weren't made by ``train.init`` in this process wait for each other, at first.)
+    It needs :func:`ltx.train_step`. After `warmup_steps` steps with mean gradients every rank trains at its own pace,
+    and the loss in the metrics is its own. At the end of a step it adds the result of the last round, if that is
+    complete, and begins the next one if `sync_interval_ms` have passed since the last one began. A round completes when
+    every rank has begun it. Steps don't wait for other ranks (but at first for those of a state that ``train.init``
+    hasn't made in this process), and ranks may do different numbers of steps.
 
-    ``train.finish(state)``, called by every rank, ends a phase of training, as Bagua's ``abort``. A rank that calls it
-    early takes part in the others' rounds until all have called it; then all hold the same parameters, the mean. The
-    next step continues training, as Bagua's ``resume``. At other times parameters and losses differ between ranks; the
-    loss in the metrics is the rank's own. A round under way isn't part of a saved state: call finish before saving. If
-    ranks shut down without it within seconds of each other, they join the rounds that others have begun, and drop the
-    results. A new ``train.init`` drops such a round. Before ranks go on from another state that they have kept, they
-    call finish too: peers may still get what it sent of the old one. On an axis one training at a time has a clock.
+    ``train.finish(state)``, called by every rank, ends a phase of training, as Bagua's ``abort``: all then hold the
+    mean, and the next step continues. A rank that calls it early takes part in the others' rounds until all have called
+    it. A round under way isn't part of a saved state: call finish before saving, and before ranks go on from another
+    state that they have kept, as peers may still get what was sent of the old one. A new ``train.init`` drops a round,
+    and so do ranks that shut down within seconds of each other. On an axis one training at a time has a clock.
 
     Staleness: a rank adds its peers' parameters as they were one round ago. A rank that doesn't reach the end of a step
-    delays rounds but not steps: the others go on alone until the axis' timeout has passed. After it, or if the rank's
-    process ends, their next step raises.
+    delays rounds but not steps: the others go on alone until the axis' timeout has passed, or its process has ended;
+    then their next step raises.
 
     With a `schedule` rounds begin at certain steps, not by the clock; all ranks do equally many, and two runs give the
     same bits. Simulated ranks need it: their communication state ("delta") holds a round's result until it is added.
@@ -86,9 +84,8 @@ class AsyncAveraging(NodeStrategy):
         schedule: ``(period, delay)`` in place of the clock: after every `period`-th local step, from the first on, a
             round begins, and `delay` steps later ranks wait for its result and add it. 1 <= delay <= period.
         hierarchical, node_size: nodes of `node_size` ranks act as one. The ranks of a node share their gradients at
-            every step, so they have the same parameters, and ``metrics.loss`` is the mean over the node. In a round,
-            each rank of a node sends a part of the parameters to other nodes. The ranks of a node begin and add rounds
-            at the same steps, when the round is due on all of them.
+            every step, ``metrics.loss`` is their mean, each sends a part of the parameters to other nodes, and they
+            begin and add rounds at the same steps, when the round is due on all of them.
 
     Raises:
         StrategyError: (a ValueError) a field's value isn't allowed.

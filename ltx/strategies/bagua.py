@@ -107,12 +107,7 @@ class BaguaStrategy(Strategy):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientAllReduce(NodeStrategy):
-    """Bagua's gradient_allreduce: the mean or sum of the ranks' gradients at every step.
-
-    Args:
-        average: whether gradients are averaged over ranks, rather than summed.
-        hierarchical, node_size: nodes of `node_size` ranks sum first; then each rank exchanges a part between nodes.
-    """
+    """Bagua's gradient_allreduce: the mean (`average`) or sum of the ranks' gradients at every step."""
 
     average: bool = True
 

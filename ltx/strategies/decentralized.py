@@ -60,10 +60,8 @@ from ltx.typing import Tree
 
 @dataclass(frozen=True, kw_only=True)
 class GossipStrategy(NodeStrategy):
-    """The base class of the decentralized strategies.
-
-    What each rank sees: its own parameters, optimizer state and loss of its own batch. The strategies need
-    :func:`ltx.train_step`; a data-parallel step by itself gives local gradients.
+    """The base of the decentralized strategies. What each rank sees: its own parameters, optimizer state and loss. They
+    need :func:`ltx.train_step`; a data-parallel step by itself gives local gradients.
 
     Args:
         communication_interval: ranks communicate at steps 0, `communication_interval`, and so on.
@@ -96,8 +94,8 @@ _BITS = 20  # ranks compare their numbers of steps modulo 2 to this power
 class Decentralized(GossipStrategy):
     """Decentralized training: weights are averaged with those of one peer or of all ranks, and gradients stay local.
 
-    What each rank sees: as with every :class:`GossipStrategy`, its own parameters, optimizer state and loss. Ranks that
-    have taken different numbers of steps raise: 40 extra numbers, sent with the weights, encode the number of steps.
+    What each rank sees: as with every :class:`GossipStrategy`. Ranks that have taken different numbers of steps raise:
+    40 extra numbers, sent with the weights, encode the number of steps.
 
     Args:
         peer_selection_mode: "all": the mean over all ranks, an all-reduce. "shift_one": ranks pair up, each of the
@@ -221,10 +219,9 @@ _CODEC = ByteGrad()
 class LowPrecisionDecentralized(GossipStrategy):
     """Decentralized training on a ring: per step a rank sends two messages of eight bits a number, 1/4 of float32.
 
-    What each rank sees: as with every :class:`GossipStrategy`, its own parameters, optimizer state and loss. Its
-    communication state has three tensors per parameter ("own", "left", "right"), in float32 for parameters in half
-    precision. Ranks communicate after the optimizer's update; with ``overlap="update"`` bucket by bucket during the
-    backward pass. Two ranks exchange one message, since left and right are then the same rank.
+    What each rank sees: as with every :class:`GossipStrategy`. Its communication state has three tensors per parameter
+    ("own", "left", "right"), in float32 at least. Ranks communicate after the optimizer's update; with
+    ``overlap="update"`` bucket by bucket during the backward pass. Two ranks exchange one message.
 
     Args:
         hierarchical, node_size: nodes of `node_size` ranks are the places of the ring, and x is the mean over a node.

@@ -38,12 +38,7 @@ from ltx.typing import Tree
 
 @dataclass(frozen=True, kw_only=True)
 class NodeStrategy(Strategy):
-    """The base of strategies that may be hierarchical.
-
-    Args:
-        hierarchical: whether the ranks of a node act as one towards the other nodes.
-        node_size: the number of ranks of each node; their ranks are consecutive.
-    """
+    """The base of strategies in which the `node_size` consecutive ranks of a node may act as one (`hierarchical`)."""
 
     hierarchical: bool = False
     node_size: int | None = None
