@@ -110,8 +110,8 @@ MUTANTS = (
     Mutant(
         name="transforms: a Weighted step is divided by the weights alone",
         where="scale_of",
-        old="return Scale(schedule.among.size / number / work.loss_scale)",
-        new="return Scale(1 / number / work.loss_scale)",
+        old="return schedule.among.size / number / work.loss_scale, None",
+        new="return 1 / number / work.loss_scale, None",
         breaks="gradients of weighted steps are n times too small, between processes",
         tests=(
             "tests/contract/training/test_uneven.py::test_training_by_samples_is_one_process_with_all_batches",
@@ -156,8 +156,8 @@ MUTANTS = (
     Mutant(
         name="precision: gradients keep the loss scale",
         where="scale_of",
-        old="return Scale(1.0 / work.loss_scale)",
-        new="return Scale(1.0)",
+        old="return 1.0 / work.loss_scale, None",
+        new="return 1.0, None",
         breaks="updates are 65536 times too large, between processes",
         tests=("tests/contract/training/test_mixed_precision.py::test_a_scale_that_is_a_power_of_two_changes_no_bit",),
     ),

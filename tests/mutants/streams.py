@@ -35,8 +35,8 @@ MUTANTS = (
     Mutant(
         name="streams: weights that add up to nothing are applied",
         where="scale_of",
-        old=".masked_fill(empty, 0.0) / work.loss_scale, empty)",
-        new=".masked_fill(empty, 0.0) / work.loss_scale)",
+        old=".masked_fill(empty, 0.0) / work.loss_scale, empty",
+        new=".masked_fill(empty, 0.0) / work.loss_scale, None",
         breaks="weight decay and momentum go on in a step that says it has changed nothing",
         tests=(f"{_STEPS}::test_weights_that_add_up_to_nothing",),
     ),

@@ -157,45 +157,30 @@ class BackwardResult(NamedTuple):
     params: Tree = None  # the new parameters, if the optimizer has run bucket by bucket
     opt_state: Tree = None  # the new optimizer state, if the optimizer has run bucket by bucket
     sums: list[torch.Tensor | float] | None = None  # the sums of the gradients, if the guard wants them
-    skip: torch.Tensor | None = None  # as a :class:`Scale`'s
+    skip: torch.Tensor | None = None  # as :func:`scale_of` has found it
 
 
-class Scale(NamedTuple):
-    """The factor by which reduced gradients are multiplied."""
-
-    factor: float | torch.Tensor  # a tensor if the host doesn't wait for its value
-    # a bool on the device: if true, nothing may be updated; None if there is no such condition
-    skip: torch.Tensor | None = None
-
-    def apply(self, grads: Sequence[torch.Tensor]) -> None:
-        """Multiply `grads` in place by the factor."""
-        if not is_one(self.factor):
-            torch._foreach_mul_(list(grads), self.factor)
-
-    def conditional(self, optimizer: Optimizer, params: Sequence[torch.Tensor]) -> Optimizer:
-        """`optimizer`, wrapped so that it does nothing if `skip` is true."""
-        return optimizer if self.skip is None else unless(optimizer, self.skip, params)
-
-
-def scale_of(work: Backward, schedule: ProcessSchedule) -> Scale:
-    """The factor of reduced gradients. A Weighted's waits for the step summary, unless that stays on a device."""
+def scale_of(work: Backward, schedule: ProcessSchedule) -> tuple[float | torch.Tensor, torch.Tensor | None]:
+    """The factor of reduced gradients. A Weighted's waits for the step summary, unless that stays on a device: then it
+    is a tensor, and a bool is beside it; if that is true, nothing may be updated.
+    """
     if work.weight is None:
-        return Scale(1.0 / work.loss_scale)
+        return 1.0 / work.loss_scale, None
     summary = schedule.pending.summary
     assert summary is not None
     if not summary.stays_on_device:
         number = float(summary.wait().weight)
         if 0 < number < math.inf:
-            return Scale(schedule.among.size / number / work.loss_scale)
+            return schedule.among.size / number / work.loss_scale, None
         if number or schedule.among is schedule.comm:
             schedule.pending.flush()  # every rank raises: keep the channels in step
             schedule.finish()
             raise no_mean(state="The state is as before the step. ", odd=number != 0)
-        return Scale(1 / work.loss_scale)  # no data on the ranks that share these gradients; other ranks continue
+        return 1 / work.loss_scale, None  # no data on the ranks that share these gradients; other ranks continue
     weight = summary.enqueued().weight
     # The host raises later, when it reads the summary; until then nothing may change.
     empty = ~((weight > 0) & (weight < math.inf))
-    return Scale((schedule.among.size / weight).masked_fill(empty, 0.0) / work.loss_scale, empty)
+    return (schedule.among.size / weight).masked_fill(empty, 0.0) / work.loss_scale, empty
 
 
 class _Completion:
@@ -206,6 +191,10 @@ class _Completion:
         self.mean: torch.Tensor | None = None  # the mean loss, where no step summary of all ranks has it
         self._work, self._schedule, self._plan = work, schedule, schedule.plan
         self._states: dict[int, LeafState] = {}
+
+    def _scale(self, grads: Sequence[torch.Tensor]) -> None:
+        if not is_one(self._factor):
+            torch._foreach_mul_(list(grads), self._factor)
 
     def _begin_update(self, bucket: Bucket, grads: Sequence[torch.Tensor]) -> None:
         """The optimizer is about to update the parameters of `bucket`, whose gradients are `grads`."""
@@ -224,9 +213,10 @@ class _Completion:
 class CollectGradients(_Completion):
     """Collects gradients (``overlap="backward"``) for an optimizer that needs all at once. The state doesn't change."""
 
-    def __init__(self, work: Backward, schedule: ProcessSchedule, scale: Scale):
+    def __init__(self, work: Backward, schedule: ProcessSchedule):
         super().__init__(work, schedule)
-        self._scale, self._probes = scale, work.probes
+        self._factor, self._skip = scale_of(work, schedule)
+        self._probes = work.probes
         self._grads: dict[int, torch.Tensor] = {}
         self._sums: list[torch.Tensor | float] = []
 
@@ -235,10 +225,10 @@ class CollectGradients(_Completion):
         if self._plan.keeps:
             self._states.update(self._plan.states_by_leaf(bucket, reduced[1]))
         # If the sum of the unscaled gradients is finite, so is the sum after a factor of at most 1.
-        known = not isinstance(factor := self._scale.factor, torch.Tensor) and abs(factor) <= 1
+        known = not isinstance(self._factor, torch.Tensor) and abs(self._factor) <= 1
         total = self._schedule.total(bucket) if self._probes is not None and known else None
-        if not is_one(self._scale.factor):
-            self._scale.apply([flat])
+        if not is_one(self._factor):
+            flat.mul_(self._factor)
         if total is not None:
             self._sums.append(total)
         elif self._probes is not None:
@@ -248,19 +238,21 @@ class CollectGradients(_Completion):
     def result(self) -> BackwardResult:
         sums = self._sums if self._probes is not None else None
         grads = [*map(self._grads.__getitem__, range(len(self._work.leaves)))]
-        return BackwardResult(grads, self._states_after(), sums=sums, skip=self._scale.skip)
+        return BackwardResult(grads, self._states_after(), sums=sums, skip=self._skip)
 
 
 class UpdateBuckets(_Completion):
     """Runs the optimizer on each bucket (``overlap="update"``): in the state's memory with `donate`, else in copies."""
 
-    def __init__(self, work: Backward, schedule: ProcessSchedule, scale: Scale):
+    def __init__(self, work: Backward, schedule: ProcessSchedule):
         super().__init__(work, schedule)
-        self._scale, self._params, self._opt_state = scale, work.state.held_params, work.state.held_opt_state
+        self._factor, skip = scale_of(work, schedule)
+        self._params, self._opt_state = work.state.held_params, work.state.held_opt_state
         if not work.donate:
             self._params, self._opt_state = tree.map(torch.clone, (self._params, self._opt_state))
         self._leaves = work.leaves if work.donate else tree.flatten(self._params)[0]
-        self._applied, self._runs = scale.conditional(work.optimizer, self._leaves), None
+        self._applied = work.optimizer if skip is None else unless(work.optimizer, skip, self._leaves)
+        self._runs = None
         if work.prepared is not None and work.prepared.holds(self._applied, self._params, self._opt_state):
             self._runs = work.prepared.runs
 
@@ -272,7 +264,7 @@ class UpdateBuckets(_Completion):
         """Update the bucket's parameters with its gradients; the gradients are overwritten."""
         grads = unpack(reduced[0].view(-1), bucket)
         self._begin_update(bucket, grads)
-        self._scale.apply(grads)
+        self._scale(grads)
         with comm.span("update"):
             if self._runs is None or not self._runs[bucket.index](grads, self._opt_state):
                 states, params = zip(*[(self._leaf_states[m], self._leaves[m]) for m in bucket.members], strict=True)
@@ -302,8 +294,8 @@ class UpdateThenSend(_Completion):
         self._old = replace(old, may_overwrite=work.donate and may_be_written_to(hook.written(old), opt_state))
         self._params = list(old.params)
         if hook.shares_gradients:
-            self._scale = scale_of(work, schedule)
-            self._optimizer = self._scale.conditional(work.optimizer, self._params)
+            self._factor, skip = scale_of(work, schedule)
+            self._optimizer = work.optimizer if skip is None else unless(work.optimizer, skip, self._params)
         else:
             self.mean, self._divisor = work.mean_at_once(self._axis, local=True)
 
@@ -320,7 +312,7 @@ class UpdateThenSend(_Completion):
     def _update_shared(self, bucket: Bucket, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's new parameters, from shared gradients, which may be overwritten."""
         with comm.span("update"):
-            self._scale.apply(grads)
+            self._scale(grads)
             return self._updated(bucket, list(grads))
 
     def _updated(self, bucket: Bucket, grads: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -281,7 +281,7 @@ class EagerStep(Step):
                 schedule.backward([] if objective is None else [objective], work.inputs, None, False, work.run.own)
             if completion is None:
                 of = backward.UpdateBuckets if self.train.overlap == "update" else backward.CollectGradients
-                completion = of(work, schedule, backward.scale_of(work, schedule))
+                completion = of(work, schedule)
             for bucket, reduced in schedule.wait_buckets():
                 completion.complete(bucket, reduced)
             summary = schedule.finish()
