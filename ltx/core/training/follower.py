@@ -74,9 +74,9 @@ class Follower:
         self.buffers = {path: own[path] for path in buffers if path in own}
         self._params, self._module = dict(module.named_parameters()), module
         self.trained, self._trained = [self._params[path] for path in trained], trained
-        self._paths, self._own = [*self._params, *self.buffers], [*self._params.values(), *self.buffers.values()]
-        self._flags, self._note = [*map(_FLAGS, self._own)], self._noted()
-        for x in self._own:
+        self._own = self._params | self.buffers
+        self._flags, self._note = [*map(_FLAGS, self._own.values())], self._noted()
+        for x in self._own.values():
             _followers[x] = weakref.ref(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Follower:
@@ -92,17 +92,16 @@ class Follower:
         """The module shows `state`, whose parameters are in other memory than those that it shows if `moved`."""
         if self.ended or private.in_transform():
             return
-        buffers = (state.held_buffers, self.buffers)
-        parts = ((state.held_params, self._params), (state.frozen, self._params), buffers) if moved else (buffers,)
-        for path, value, own in ((*pair, own) for part, own in parts if own for pair in tensors_by_path(part)):
-            if (x := own.get(path)) is not None and x.shape != value.shape and own is self._params:
+        parts = (state.held_params, state.frozen, state.held_buffers) if moved else (state.held_buffers,)
+        for path, value in (pair for part in parts if part for pair in tensors_by_path(part)):
+            if (x := self._own.get(path)) is not None and x.shape != value.shape and path in self._params:
                 self.spoil(_SHAPES.format(self.kind))
                 return
             if x is not None:
                 _set(x, value)
         self.shows = self.last = state.lease
         self.apart.clear()
-        self._note = (*self._note[:3], [*map(_PLACES, self._own)])
+        self._note = (*self._note[:3], [*map(_PLACES, self._own.values())])
 
     def _noted(self) -> tuple[list[Any], list[str], list[int], list[int]]:
         """Where the module has parameters, buffers and parts (dicts, keys, the ids of what is there), and the memory of
@@ -111,7 +110,7 @@ class Follower:
         dicts = [getattr(part, kind) for part in self._module.modules() for kind in kinds]
         found = [(there, name) for there in dicts for name in there]
         ids = [id(there[name]) for there, name in found]
-        return [there for there, _ in found], [name for _, name in found], ids, [*map(_PLACES, self._own)]
+        return [there for there, _ in found], [name for _, name in found], ids, [*map(_PLACES, self._own.values())]
 
     def look(self, state: TrainState, training: bool) -> None:
         """Take over into the `state` that it shows what the program has put under the module's tensors: ``p.data = x``.
@@ -124,19 +123,18 @@ class Follower:
         if self.shows is not state.lease:
             return
         dicts, names, ids, places = self._note
-        same = [*map(id, map(dict.get, dicts, names))] == ids and [*map(_PLACES, self._own)] == places
-        if same and [*map(_FLAGS, self._own)] == self._flags:
+        same = [*map(id, map(dict.get, dicts, names))] == ids and [*map(_PLACES, self._own.values())] == places
+        if same and [*map(_FLAGS, self._own.values())] == self._flags:
             return
         there = {*map(id, self._module.parameters())}
         parts = (state.held_params, state.frozen, state.held_buffers)
         values = {path: value for part in parts if part for path, value in tensors_by_path(part)}
-        for i, (path, flag) in enumerate(zip(self._paths, self._flags, strict=True)):
-            x = self._own[i]
+        for (path, x), flag in zip(self._own.items(), self._flags, strict=True):
             what = "was replaced" if path in self._params and id(x) not in there else ""
             if path in self.buffers:
                 now = reduce(lambda part, name: getattr(part, name, None), path.split("."), cast(Any, self._module))
                 what = "was removed" if now is None else ""
-                x = self._own[i] = self.buffers[path] = x if now is None else now
+                x = self._own[path] = x if now is None else now
             if x.requires_grad is not flag:
                 what = f"requires {'a' if x.requires_grad else 'no'} gradient now, other than at train.init"
             value = values.get(path, x)
@@ -148,7 +146,7 @@ class Follower:
                 # The program may hold what was there before, to put it back.
                 value.data = x.detach().clone(memory_format=torch.preserve_format)
                 _set(x, value)
-        self._note = self._noted() if training else (*self._note[:3], [*map(_PLACES, self._own)])
+        self._note = self._noted() if training else (*self._note[:3], [*map(_PLACES, self._own.values())])
 
     def _refuse_written(self, state: TrainState) -> None:
         """Raise if the program has written to the copies that the module has: the next step puts the state's back."""
