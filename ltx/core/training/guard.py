@@ -24,8 +24,8 @@ from ltx.core.training.settings import TrainSettings
 from ltx.core.training.train_state import LossScale, Metrics, TrainState, drawn_again
 from ltx.core.transforms.plain_autograd import gradients
 from ltx.core.transforms.run import CallOptions, Weighted
-from ltx.core.transforms.strategy import StepInfo, Updated, exchange, shares_gradients
-from ltx.core.transforms.sync_state import SyncState, plain_values
+from ltx.core.transforms.strategy import StepInfo, exchange, shares_gradients
+from ltx.core.transforms.sync_state import plain_values
 from ltx.typing import Tree
 
 _SHOWN = 4
@@ -177,16 +177,9 @@ def over_limit(train: TrainSettings, state: TrainState) -> bool:
     return bool((plain_values(state.loss_scale.good_steps) <= -train.max_skipped).any())
 
 
-def next_state(
-    train: TrainSettings,
-    state: TrainState,
-    updated: Updated,
-    buffers: Tree,
-    sync: SyncState,
-    metrics: Metrics,
-    finite: bool | torch.Tensor | None,
-) -> tuple[TrainState, Metrics]:
-    if type(updated.opt_state) is not TorchState and (norm := grad_norm(updated.opt_state)) is not None:
+def measured(train: TrainSettings, state: TrainState, opt_state: Tree, metrics: Metrics, finite: Any) -> Any:
+    """(`metrics` with what the guard and the optimizer say, the next loss scale) of a step that makes `opt_state`."""
+    if type(opt_state) is not TorchState and (norm := grad_norm(opt_state)) is not None:
         # A copy, as the next step may write into this tensor; a step that is skipped leaves it as it was.
         good = None if finite is None else torch.as_tensor(finite, device=norm.device)
         metrics = replace(metrics, grad_norm=norm.clone() if good is None else torch.where(good, norm, torch.nan))
@@ -201,10 +194,4 @@ def next_state(
             # the state comes from a step without a limit
             before = LossScale() if isinstance(loss_scale, tuple) else loss_scale
             loss_scale = LossScale(good_steps=before.run_after(finite))
-    was, layout = state.layout, train.step.strategy.layout
-    if layout != was:  # the state held the whole optimizer state, or a program has made it
-        was = replace(was, params=layout.params, opt_state=layout.opt_state, sync_state=layout.sync_state)
-    parts, step = (updated.params, buffers, updated.opt_state, sync), traced.one_more(state.step)
-    # In a graph the next call's state has what this one has, or that call would be compiled anew.
-    module = state.module if traced.recording() else None
-    return TrainState(*parts, step, was, loss_scale, updated.pending, state.frozen, module=module), metrics
+    return metrics, loss_scale

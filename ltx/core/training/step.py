@@ -68,12 +68,18 @@ class Step:
                 buffers = chosen(finite, buffers, state.buffers)
         try:
             with self.updating():
-                updated = self.update(done, states, finite)
-                sync, rates = self.next_sync(updated), None
-                if not traced.recording():
+                updated, rates, module = self.update(done, states, finite), None, None
+                sync, was, layout = self.next_sync(updated), state.layout, train.step.strategy.layout
+                if traced.recording():  # or the next call, whose state wouldn't have it, would be compiled anew
+                    module = state.module
+                else:
                     rates = train.step.strategy.rates(train.optimizer, state.held_opt_state, self.info.axis)
                 metrics = Metrics(loss, aux, rates=rates)
-                following, metrics = guard.next_state(train, state, updated, buffers, sync, metrics, finite)
+                metrics, loss_scale = guard.measured(train, state, updated.opt_state, metrics, finite)
+                if layout != was:  # the state held the whole optimizer state, or a program has made it
+                    was = replace(was, params=layout.params, opt_state=layout.opt_state, sync_state=layout.sync_state)
+                parts, step = (updated.params, buffers, updated.opt_state, sync), traced.one_more(state.step)
+                following = TrainState(*parts, step, was, loss_scale, updated.pending, state.frozen, module=module)
                 self.commit(updated, following)
         except BaseException as error:
             self.failed(done, error)

@@ -257,7 +257,7 @@ def test_between_the_last_bucket_and_the_next_state(strategy: ltx.Strategy, dona
             def interrupted(*_: Any) -> Any:
                 raise KeyboardInterrupt
 
-            patch.setattr(sys.modules["ltx.core.training.guard"], "next_state", interrupted)
+            patch.setattr(sys.modules["ltx.core.training.guard"], "measured", interrupted)
             said(KeyboardInterrupt, train, state, torch.ones(2))
         try:
             told = str(state.params["w"].tolist())
