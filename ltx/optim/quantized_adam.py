@@ -77,7 +77,15 @@ class QAdamOptimizer(optimizers.TorchOptimizer):
         settled = (1 - beta2**step) ** 0.5
         rate = lr * settled / (1 - beta1**step)
         if params and not differentiable and not isinstance(rate, Tensor) and buffers.prefers_few_calls(params[0]):
-            self._run_on_lists(grads, states, params, rate, settled, moves=count >= self.warmup_steps)
+            moments, squares, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
+            apart = [(m, g) for m, g in zip(moments, grads, strict=True) if count >= self.warmup_steps and m is not g]
+            with torch.no_grad():
+                torch._foreach_add_(steps, 1)
+                if apart:
+                    torch._foreach_copy_([m for m, _ in apart], [g for _, g in apart])
+                roots = torch._foreach_sqrt(squares)
+                torch._foreach_add_(roots, self._kwargs["eps"] * settled)
+                torch._foreach_addcdiv_(params, moments, roots, value=-rate)
             return
         with torch.set_grad_enabled(torch.is_grad_enabled() and differentiable):
             for momentum, state, param in zip(grads, states, params, strict=True):  # leaf by leaf, for the CPU's cache
@@ -92,19 +100,6 @@ class QAdamOptimizer(optimizers.TorchOptimizer):
                     param.sub_((m / scale).mul_(rate))
                 else:
                     param.addcdiv_(m, scale, value=-rate)
-
-    @torch.no_grad()
-    def _run_on_lists(
-        self, grads: Tensors, states: list[LeafState], params: Tensors, rate: float, settled: float, moves: bool
-    ) -> None:
-        moments, squares, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
-        torch._foreach_add_(steps, 1)
-        apart = [(m, g) for m, g in zip(moments, grads, strict=True) if moves and m is not g]
-        if apart:
-            torch._foreach_copy_([m for m, _ in apart], [g for _, g in apart])
-        roots = torch._foreach_sqrt(squares)
-        torch._foreach_add_(roots, self._kwargs["eps"] * settled)
-        torch._foreach_addcdiv_(params, moments, roots, value=-rate)
 
     def __repr__(self) -> str:
         named = {"lr": self.lr, "warmup_steps": self.warmup_steps, **self.kwargs}

@@ -62,13 +62,9 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float =
 @dataclass(frozen=True)
 class FromScheduler:
     make: Callable[[torch.optim.Optimizer], LRScheduler]
-    lr: float
+    base_lr: float
     # A cache of the rates by step: a scheduler computes them only in order. Every call would compute the same rates.
     _rates: list[float] = field(init=False, default_factory=list, compare=False, repr=False)
-
-    @property
-    def base_lr(self) -> float:
-        return self.lr
 
     def __call__(self, step: int) -> float:
         if step >= len(self._rates):
@@ -78,7 +74,7 @@ class FromScheduler:
     def _found(self, step: int) -> list[float]:
         """The rates up to `step`, and some later ones, for the next calls."""
         count = max(2 * step, 64)
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros((), device="cpu"))], lr=self.lr)
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros((), device="cpu"))], lr=self.base_lr)
         momentum = optimizer.param_groups[0]["momentum"]
         scheduler = self.make(optimizer)
         if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
@@ -108,7 +104,7 @@ class FromScheduler:
         return rates
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return type(self), (self.make, self.lr)
+        return type(self), (self.make, self.base_lr)
 
 
 def from_scheduler(make: Callable[[torch.optim.Optimizer], LRScheduler], lr: float) -> Callable[[int], float]:

@@ -215,7 +215,9 @@ class ThirdParty(optimizers.ClassOptimizer):
         if learns:
             changed = [key for key in settings if group[key] is not settings[key] and group[key] != settings[key]]
             carried = {*carried, *changed}
-        held = self._group(group, [key for key in carried if key not in self._varying])
+        fixed = _SETTINGS.union(inspect.signature(self.cls).parameters) - ({*carried} - self._varying.keys())
+        kept = {k: x for k, x in group.items() if isinstance(x, bool | int | float | Tensor) and k not in fixed}
+        held = dict(starmap(self._tensor, kept.items()))
         for place in before | after:
             name = place.removeprefix(_GROUP)
             if before.get(place) != after.get(place) and not {name, f"{_NUMBER}{name}"} & set(held):
@@ -235,12 +237,6 @@ class ThirdParty(optimizers.ClassOptimizer):
 
     def _taken(self, instance: Any, param: Tensor) -> dict[str, Tensor]:
         return dict(starmap(self._tensor, instance.state[param].items()))
-
-    def _group(self, group: Mapping[str, Any], carried: Collection[str]) -> dict[str, Tensor]:
-        """The numbers and tensors that the class keeps in its param group, such as a count of steps."""
-        settings = _SETTINGS.union(inspect.signature(self.cls).parameters).difference(carried)
-        of_class = {k: x for k, x in group.items() if isinstance(x, bool | int | float | Tensor) and k not in settings}
-        return dict(starmap(self._tensor, of_class.items()))
 
     def _tensor(self, key: Any, value: Any) -> tuple[str, Tensor]:
         if isinstance(value, Tensor):

@@ -211,18 +211,15 @@ class HorovodStrategy(Strategy):
                 none = {path: {**state, PASSES: torch.zeros_like(state[PASSES])} for path, state in added.items()}
                 states = update.if_finite(none, states)
                 update = replace(update, grads=grads)
-            return replace(self._moved_together(update, states, info), pending=pending)
+            if info.axis.size == 1 or update.finite is False:
+                return Updated(*update.apply(), states, pending)
+            given, opt_state = update.optimizer.apply(update.grads, update.opt_state, update.params)
+            hook = AdasumOfMoves(self._short)
+            moved = communicate_after_update(self, hook, update, given, opt_state, states, info)
+            params, opt_state = update.if_finite((moved.params, opt_state), (update.params, update.opt_state))
+            return replace(moved, params=params, opt_state=opt_state, pending=pending)
         params, opt_state = replace(update, optimizer=self._on(update.optimizer, info.axis)).apply()
         return Updated(params, opt_state, states, pending)
-
-    def _moved_together(self, update: Update, states: States, info: StepInfo) -> Updated:
-        """The parameters moved by the adaptive sum of all ranks' optimizer steps, and this rank's next state."""
-        if info.axis.size == 1 or update.finite is False:
-            return Updated(*update.apply(), states)
-        given, opt_state = update.optimizer.apply(update.grads, update.opt_state, update.params)
-        moved = communicate_after_update(self, AdasumOfMoves(self._short), update, given, opt_state, states, info)
-        params, opt_state = update.if_finite((moved.params, opt_state), (update.params, update.opt_state))
-        return replace(moved, params=params, opt_state=opt_state)
 
     def _added(self, update: Update, states: States) -> tuple[States, Tree]:
         """The sum of these gradients and of earlier passes' gradients: as the next state, and as a tree."""
