@@ -236,9 +236,8 @@ class CollectGradients(_Completion):
         self._grads.update(zip(bucket.members, unpack(flat, bucket, cast=False), strict=True))
 
     def result(self) -> BackwardResult:
-        sums = self._sums if self._probes is not None else None
         grads = [*map(self._grads.__getitem__, range(len(self._work.leaves)))]
-        return BackwardResult(grads, self._states_after(), sums=sums, skip=self._skip)
+        return BackwardResult(grads, self._states_after(), sums=self._sums or None, skip=self._skip)
 
 
 class UpdateBuckets(_Completion):

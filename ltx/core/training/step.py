@@ -207,7 +207,6 @@ class EagerStep(Step):
     committed: Callable[[], None]  # called when the step commits
 
     def __post_init__(self) -> None:
-        self._checks = self.train.checks_finite
         self.in_place = self.train.donate and (self.resolved.post_update_hook is not None or not self.resolved.late)
         self.later, self.prepared = self.resolved.late and self.train.donate, self.resolved.prepared
         self._calls = Calls()
@@ -252,7 +251,7 @@ class EagerStep(Step):
         factor, ahead = 1.0 if scale is None else scale, self.resolved.ahead
         if isinstance(factor, torch.Tensor) and not ahead:
             factor = float(factor)
-        look, unused = guard.probes if self._checks and not ahead else None, dict[int, str]()
+        look, unused = guard.probes if self.train.checks_finite and not ahead else None, dict[int, str]()
         if self.state.step == 0:
             given = run.inputs if len(run.inputs or ()) == len(leaves) else leaves  # in place of these
             missing = backward.unreached(total, given or leaves, None if run.schedule is None else run.schedule.plan)
@@ -276,7 +275,7 @@ class EagerStep(Step):
                 raise
         if not self.state.of_step and self.train.step.strategy.layout.params == "replicated":
             schedule.unreduced = lambda: "made by the program (dataclasses.replace, ltx.tree.map, a checkpoint)"
-        schedule.send_summary(name, total.detach(), 1.0 if weight is None else weight, self._checks)
+        schedule.send_summary(name, total.detach(), 1.0 if weight is None else weight, self.train.checks_finite)
         completion: Completion | None = None
         try:
             if self.resolved.post_update_hook is not None:
@@ -305,7 +304,7 @@ class EagerStep(Step):
             return None
         if self._work.unused:
             self._work.look(range(len(done.grads)), done.grads)
-        finite = guard.all_finite(self.train, done.grads, self.info, done.sums) if self._checks else None
+        finite = guard.all_finite(self.train, done.grads, self.info, done.sums) if self.train.checks_finite else None
         guards, most = self.train.guard == "raise", self.train.max_skipped
         if isinstance(finite, torch.Tensor) and (guards or (most is not None and self.state.step % most == 0)):
             finite = bool(self.info.axis.ranks.read(finite, "the guard"))  # the host waits for the device

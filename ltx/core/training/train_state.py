@@ -101,12 +101,6 @@ class TrainState(Readable):
             step takes a copy that was made meanwhile.
         frozen: the parameters that aren't trained, with None in the places of trained ones; None if all are trained.
         module: the module that follows the steps of this state; None unless ``train.init(module)`` has begun it.
-        lease: the cell that says whether this state, and others in the same memory, can be used.
-        seen: the parts whose tensors the user may hold references to. All, unless a step has made the state.
-        of_step: whether a step or init has made this state, or it is a copy of such; else the program has.
-        made_by: the train step that has made this very object, or took it for one of its own; else None.
-        resolved: what that step had asked (:class:`ltx.core.training.resolved.Resolved`).
-        left: of the module that followed it, in the process in which it was pickled, the follower's key and the class.
     """
 
     params: Tree
@@ -119,12 +113,13 @@ class TrainState(Readable):
     pending: Any = field(default=None, repr=False)
     frozen: Tree = field(default=None, repr=False)
     module: Any = field(default=None, repr=False)
+    # Of ltx alone. The cell `lease` says whether this state, and others in the same memory, can be used.
     lease: _Lease = field(default_factory=lambda: [None], repr=False)
-    seen: tuple[str, ...] = field(default=_PARTS, init=False, repr=False)
-    of_step: bool = field(default=False, init=False, repr=False)
-    made_by: Any = field(default=None, init=False, repr=False)
-    resolved: Any = field(default=None, init=False, repr=False)
-    left: tuple[Any, str] | None = field(default=None, init=False, repr=False)
+    seen: tuple[str, ...] = field(default=_PARTS, init=False, repr=False)  # parts whose tensors the user may hold
+    of_step: bool = field(default=False, init=False, repr=False)  # a step or init has made it, or what it is a copy of
+    made_by: Any = field(default=None, init=False, repr=False)  # the train step that has made this object, or took it
+    resolved: Any = field(default=None, init=False, repr=False)  # what that step had asked, a resolved.Resolved
+    left: tuple[Any, str] | None = field(default=None, init=False, repr=False)  # a pickled follower's key and class
     # The parts of an instance, read without noting it in `seen`.
     held_params: ClassVar[Tree]
     held_buffers: ClassVar[Tree]
