@@ -191,6 +191,7 @@ class _Completion:
         self.mean: torch.Tensor | None = None  # the mean loss, where no step summary of all ranks has it
         self._work, self._schedule, self._plan = work, schedule, schedule.plan
         self._states: dict[int, LeafState] = {}
+        self._factor: float | torch.Tensor = 1.0  # of reduced gradients
 
     def _scale(self, grads: Sequence[torch.Tensor]) -> None:
         if not is_one(self._factor):
