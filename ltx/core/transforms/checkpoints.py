@@ -19,7 +19,8 @@ from torch.utils.checkpoint import CheckpointFunction, _checkpoint_hook, _Checkp
 
 from ltx.core.base import private
 from ltx.core.gradients.planning import in_step
-from ltx.core.transforms.functional_call import calls_of_torch, placed, running_again
+from ltx.core.transforms.closure_check import calls_of_torch, placed
+from ltx.core.transforms.functional_call import running_again
 
 
 def _run_again(fn: Callable[..., Any]) -> Callable[..., Any]:

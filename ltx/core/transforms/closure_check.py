@@ -10,15 +10,18 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from operator import attrgetter
+from traceback import walk_stack
 from types import CellType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.nn.utils import stateless
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -33,6 +36,9 @@ from ltx.typing import Tree
 #: What is known of each function, since looking takes long: "called", "watched", and of graphs with so many nodes
 #: ("whole", nodes), which lead to no captured parameters, and ("alone", nodes), which lead to no leaves of their own.
 _known = Seen(forgets=True)
+#: The calls of ltx.functional_call that run in this thread (each its ``Swap``), the outermost first.
+placed: ContextVar[tuple[Any, ...]] = ContextVar("placed", default=())
+_CALL = stateless._functional_call.__code__
 #: The tensors to which a function refers and that required no grad when it was looked at: it is again if one does.
 _frozen: WeakKeyDictionary[Any, WeakTensorKeyDictionary] = WeakKeyDictionary()
 _FLAG = attrgetter("requires_grad")
@@ -170,18 +176,16 @@ def _is_traced(x: torch.Tensor) -> bool:
     return private.is_wrapped(x) or (x.requires_grad and (in_step.get() or x.grad_fn is not None))
 
 
-def look_at_modules(
-    fn: Any, in_place: Callable[[], set[int]], given: Sequence[Any], params: Tree
-) -> AbstractContextManager[bool | None]:
+def look_at_modules(fn: Any, given: Sequence[Any], params: Tree) -> AbstractContextManager[bool | None]:
     """While `fn` is called for the first time: raise StepError if it writes to a buffer of a module that it uses, or to
     one of the `params` that it gets; or uses an embedding that renormalises its rows in place, or a module whose
-    trained parameters have hooks for gradients and aren't `given`. `in_place`: as in :func:`own_written`. Gives True.
+    trained parameters have hooks for gradients and aren't `given`. Gives True.
     """
-    return nullcontext() if _known.has(fn, "called") else _looking(fn, in_place, given, params)
+    return nullcontext() if _known.has(fn, "called") else _looking(fn, given, params)
 
 
 @contextmanager
-def _looking(fn: Any, in_place: Callable[[], set[int]], given: Sequence[Any], params: Tree) -> Iterator[bool]:
+def _looking(fn: Any, given: Sequence[Any], params: Tree) -> Iterator[bool]:
     modules, tensors = modules_of(fn), [x for x in given if isinstance(x, torch.Tensor)]
     ids, derived = {*map(id, tensors)}, any(x.grad_fn is not None for x in tensors)
     for module in modules:
@@ -209,7 +213,7 @@ def _looking(fn: Any, in_place: Callable[[], set[int]], given: Sequence[Any], pa
         raise
     for module, buffer, told in watched:
         now = buffer if _told(buffer.tensor) == told else buffer._replace(version=-1)
-        own_written([now], type(module).__name__, in_place)
+        own_written([now], type(module).__name__)
     written = {path: x for path, (x, told) in before.items() if _told(x) != told}
     for path in (path for path, x in written.items() if x.requires_grad):
         raise StepError(_WRITES.format(f"{path!r}, a parameter that it was given and that is trained"))
@@ -272,15 +276,27 @@ def refuse_max_norm(module: nn.Module) -> None:
             )
 
 
-def own_written(buffers: Sequence[Buffer], where: str, in_place: Callable[[], set[int]]) -> None:
-    """Raise if one of `buffers` has changed; errors call their module `where`. `in_place` returns the ids of tensors
-    that outer calls have put into modules, and check themselves.
+def own_written(buffers: Iterable[Buffer], where: str) -> None:
+    """Raise if one of `buffers`, of a module called `where`, has changed; outer calls check those that they gave it."""
+    for buffer in (buffer for buffer in buffers if buffer.written() and id(buffer.tensor) not in tensors_in_place()):
+        raise StepError(own_buffer_text(f"{buffer.path!r} of {where}"))
+
+
+def tensors_in_place() -> set[int]:
+    """The ids of tensors that running functional calls, of ltx and torch, have put into modules."""
+    calls = [*(swap.tensors for swap in placed.get()), *(tensors for _, tensors in calls_of_torch())]
+    return {id(x) for tensors in calls for x in tensors.values()}
+
+
+def calls_of_torch() -> list[tuple[nn.Module, Mapping[str, torch.Tensor]]]:
+    """The (module, tensors) of the calls of torch.func.functional_call that run in this thread. They are found on the
+    stack: in a graph a call records nothing, and the graph may break in it, so that what the module calls runs eagerly
+    in a call of which only the frame knows.
     """
-    written = [buffer for buffer in buffers if buffer.written()]
-    given = in_place() if written else set()
-    for buffer in written:
-        if id(buffer.tensor) not in given:
-            raise StepError(own_buffer_text(f"{buffer.path!r} of {where}"))
+    frames = (frame for frame, _ in walk_stack(sys._getframe()))
+    # Dynamo makes a code object of the same name and file, but not the same object.
+    found = [f for f in frames if (f.f_code.co_name, f.f_code.co_filename) == (_CALL.co_name, _CALL.co_filename)]
+    return [(frame.f_locals["module"], frame.f_locals["parameters_and_buffers"]) for frame in found]
 
 
 def own_buffer_text(which: str) -> str:

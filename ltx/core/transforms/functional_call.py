@@ -14,7 +14,6 @@ an error. ``torch.utils.checkpoint`` has a mechanism of its own (``checkpoints.p
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +35,7 @@ from ltx.core.gradients.marker import Marker
 from ltx.core.gradients.planning import in_step
 from ltx.core.ranks.axis import axes_in_scope
 from ltx.core.transforms import closure_check
-from ltx.core.transforms.closure_check import Members, version_of
+from ltx.core.transforms.closure_check import Members, calls_of_torch, placed, version_of
 from ltx.typing import Tree
 
 
@@ -226,8 +225,6 @@ def _value(copy: torch.Tensor, given: torch.Tensor, training: bool) -> torch.Ten
 
 # --- tensors in places ------------------------------------------------------------------------------------------------
 
-#: The calls of ltx.functional_call that run in this thread, the outermost first.
-placed: ContextVar[tuple[Swap, ...]] = ContextVar("placed", default=())
 #: A buffer, the count of writes to it, and its value at that count.
 Kept = tuple[torch.Tensor, int, torch.Tensor]
 
@@ -282,7 +279,7 @@ class Swap:
         members, name = self.members, type(self.members.module).__name__
         if members.buffers:
             own = [b for b in members.buffers if b.path not in self.tensors]
-            closure_check.own_written(own, name, tensors_in_place)
+            closure_check.own_written(own, name)
         if not self.first:
             return {}
         if removed := next((at for at, x in after.items() if not isinstance(x, torch.Tensor)), None):
@@ -394,27 +391,6 @@ class Swap:
 
 def _module_of(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def tensors_in_place() -> set[int]:
-    """The ids of tensors that running functional calls, of ltx and torch, have put into modules."""
-    ids = {id(x) for swap in placed.get() for x in swap.tensors.values()}
-    return ids.union(*({id(x) for x in tensors.values()} for _, tensors in calls_of_torch()))
-
-
-def calls_of_torch() -> list[tuple[nn.Module, Mapping[str, torch.Tensor]]]:
-    """The (module, tensors) of the calls of torch.func.functional_call that run in this thread. They are found on the
-    stack: in a graph a call records nothing, and the graph may break in it, so that what the module calls runs eagerly
-    in a call of which only the frame knows.
-    """
-    found = []
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code  # Dynamo makes a code object of the same name and file, but not the same object
-        if code.co_name == _CALL.co_name and code.co_filename == _CALL.co_filename:
-            found.append((frame.f_locals["module"], frame.f_locals["parameters_and_buffers"]))
-        frame = frame.f_back
-    return found
 
 
 def running_again() -> list[Callable[[], AbstractContextManager[None]]]:
@@ -632,7 +608,9 @@ def _torch_calls(module: Any, parameters_and_buffers: Any, *args: Any, **options
     fixed = {name: version_of(x) for name, x in given.items() if not getattr(x, "requires_grad", True)}
     own = [(name, x, version_of(x)) for name, x in module.named_buffers() if name not in given]
     output = _call_of_torch(module, parameters_and_buffers, *args, **options)
-    for name in (name for name, x, version in own if version_of(x) != version and id(x) not in tensors_in_place()):
+    for name in (
+        name for name, x, was in own if version_of(x) != was and id(x) not in closure_check.tensors_in_place()
+    ):
         raise StepError(closure_check.own_buffer_text(f"{name!r} of {type(module).__name__}"))
 
     def swap(tensors: dict[str, torch.Tensor]) -> Swap:
@@ -647,5 +625,4 @@ def _torch_calls(module: Any, parameters_and_buffers: Any, *args: Any, **options
 
 
 _call_of_torch = stateless._functional_call
-_CALL = _call_of_torch.__code__
 stateless._functional_call = _torch_calls
