@@ -14,7 +14,6 @@ phase.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -260,9 +259,6 @@ class ProcessSchedule(Schedule):
         if not self.fenced:
             pending.among, pending.sent = self.among, self.comm.peers.own.sent
         pending.summary = comm.begin_pass(self.comm, pending.among, name, agreement, total, weight, unreduced)
-
-    def in_forward(self) -> AbstractContextManager[None]:
-        return self.among.passes.in_forward()
 
     def begin(self) -> None:
         if self.fenced:  # the caller, which waits for the buckets, has begun the pass and watches it

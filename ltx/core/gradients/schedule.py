@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -51,10 +50,6 @@ class Schedule(ABC):
         """The hook that this pass applies to a bucket, or to all buckets."""
         hook = self.plan.hook if bucket is None else self.plan.hook_of(bucket)
         return ExactSum(counts_as(hook, self.plan.axis.size)) if self.again else hook
-
-    def in_forward(self) -> AbstractContextManager[None]:
-        """A context around the forward pass of a plain step."""
-        return nullcontext()
 
     def enter(self) -> None:
         """A backward pass has come to a tie. It begins at the first one: outputs have one, and their tangents too."""

@@ -95,7 +95,7 @@ class DataParallel(StepSettings):
         step, again = options.step, options.known.plan is not None
         recorded = not options.deferred and traced.recording()
         if not again:
-            params, sync_state = self._params_of(args) if step is None else self.params_of(args)
+            params, sync_state = self._params_of(args, training=step is not None)
         leaves, spec = options.flat or tree.flatten(params)
         if options.known.plan is not None:
             schedule, local, within = ProcessSchedule(options.known.plan, deferred=True), False, options.known.within
@@ -113,6 +113,7 @@ class DataParallel(StepSettings):
             hook, axis = self.hook(step, training), comm.resolve(self.axis)
             marked = mark(self, params, leaves, spec, sync_state, axis, hook, step, options)
             local, within = hook is None, None if hook is None else shared_part(hook, axis)
+        wire = marked.schedule if isinstance(marked.schedule, ProcessSchedule) else None
         given = params if marked.as_given else tree.unflatten(spec, marked.leaves)
         if options.frozen is not None:
             given = tree.filled(given, options.frozen)
@@ -123,7 +124,7 @@ class DataParallel(StepSettings):
         if recorded:
             output = self.fn(*args, **kwargs)
         else:
-            with marked.schedule.in_forward() if marked.schedule and options.step is None else nullcontext():
+            with wire.among.passes.in_forward() if wire and options.step is None else nullcontext():
                 token, before = in_step.set(True), private.nodes_made()
                 keep(given)
                 try:
@@ -145,13 +146,13 @@ class DataParallel(StepSettings):
             output = calls.reaching(output, marked.leaves)
         mean = self.outputs == "mean" and not self.blocked
         output = output if marked.tie is None else marked.tied(output)
-        plan = marked.schedule.plan if isinstance(marked.schedule, ProcessSchedule) else None
+        plan = wire.plan if wire else None
         known = Known(plan, within, None if own else made)
         if plan is not None and not again and options.deferred and options.step is None and plan.lasts(len(leaves)):
             self.__dict__["_answers"] = (plan.hook, axis, [spec, *map(KIND, leaves)]), known
         return Run(output, self.axis, marked.schedule, mean, local, marked.inputs, own, known)
 
-    def params_of(self, args: tuple[Any, ...]) -> tuple[Tree, SyncState | None]:
+    def _params_of(self, args: tuple[Any, ...], training: bool = False) -> tuple[Tree, SyncState | None]:
         """The parameters among the arguments of a call, and the communication state that came with them."""
         numbers = (self.argnums,) if isinstance(self.argnums, int) else self.argnums
         if any(not -len(args) <= n < len(args) for n in numbers):
@@ -160,21 +161,17 @@ class DataParallel(StepSettings):
                 "passed by position."
             )
         params = args[self.argnums] if isinstance(self.argnums, int) else tuple(args[n] for n in self.argnums)
-        if not isinstance(params, Synced):
-            return params, None
-        check_state(params.sync_state)
-        return params.params, params.sync_state
-
-    def _params_of(self, args: tuple[Any, ...]) -> tuple[Tree, SyncState | None]:
-        params, state = self.params_of(args)
-        bare = state is None and isinstance(self.argnums, int)
-        if bare and not self.blocked and not traced.recording() and stateful(self.strategy, plain=True):
+        if isinstance(params, Synced):
+            check_state(params.sync_state)
+            return params.params, params.sync_state
+        alone = training or self.blocked or not isinstance(self.argnums, int) or traced.recording()
+        if not alone and stateful(self.strategy, plain=True):
             raise SyncStateError(
                 f"{self.strategy!r} has communication state, but the step was given bare parameters. Use "
                 "ltx.grad_and_value(step)(params, batch, sync_state=step.init(params)), ltx.train_step, or "
                 "ltx.Synced(params, state)."
             )
-        return params, state
+        return params, None
 
     def _check_given(self, args: tuple[Any, ...]) -> None:
         if self.blocked or (hook := hook_of_plain(self.strategy, 0)) is None:

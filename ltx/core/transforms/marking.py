@@ -5,7 +5,7 @@ eager call gets a schedule; a compiled graph nodes, which make one of functional
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,12 +21,13 @@ from ltx.core.collectives.calls import check_dense, check_sums
 from ltx.core.collectives.linear import at_places
 from ltx.core.collectives.psum import is_sparse, psum_sparse, split_sparse
 from ltx.core.gradients import marker
-from ltx.core.gradients.comm_hook import AllReduce, CommHook, counts_as, shared_part, stateful_hook
+from ltx.core.gradients.comm_hook import EXACT, CommHook, counts_as, shared_part, stateful_hook
 from ltx.core.gradients.pending import ProcessSchedule, schedule_for
 from ltx.core.gradients.planning import Names, Plan, all_tracked, arrival_order, by_path, differentiable, make_plan
 from ltx.core.gradients.schedule import ImmediateSchedule, Schedule
 from ltx.core.ranks.axis import Axis
-from ltx.core.ranks.backings import Alone
+from ltx.core.ranks.backings import ALONE
+from ltx.core.transforms.closure_check import version_of
 from ltx.core.transforms.compare import check_in_debug, check_leaves, check_params_once, digest, hash_of, values
 from ltx.core.transforms.run import CallOptions, Marked, StepSettings
 from ltx.core.transforms.strategy import Strategy, constant_hook, default_strategy, hook_of_plain, stateful
@@ -46,9 +47,9 @@ def prepare_trace(
     """
     found = comm.resolve(axis)
     hook = None if blocked else constant_hook(strategy, step, dtype)
-    if hook is None and with_state:
-        raise UnsupportedError("a compiled step whose gradients stay local takes bare parameters, not ltx.Synced.")
     if hook is None:
+        if with_state:
+            raise UnsupportedError("a compiled step whose gradients stay local takes bare parameters, not ltx.Synced.")
         return "", ()
     if stateful_hook(hook) and not with_state:
         raise SyncStateError(
@@ -98,11 +99,11 @@ def reduce_in_graph(key: str, arrival: Order, paths: Paths, *grads: torch.Tensor
 
 def marks_on_wire(step_fn: StepSettings, hook: CommHook | None, axis: Axis) -> bool:
     """Whether an eager call on `axis`, with the strategy's `hook`, will have a schedule of process groups."""
-    return axis.ranks.overlaps and hook is not None and not _marks_nothing(step_fn, hook, axis)
+    return axis.ranks.overlaps and hook is not None and _marks(step_fn, hook, axis)
 
 
-def _marks_nothing(step_fn: StepSettings, hook: CommHook | None, axis: Axis) -> bool:
-    return step_fn.blocked or hook is None or (axis.size == 1 and hook.exact and not stateful_hook(hook))
+def _marks(step_fn: StepSettings, hook: CommHook, axis: Axis) -> bool:
+    return not (step_fn.blocked or (axis.size == 1 and hook.exact and not stateful_hook(hook)))
 
 
 def mark(
@@ -122,10 +123,17 @@ def mark(
     if private.in_transform():
         below = [*map(unwrapped, below)] if axis.ranks.levels else ()
     own = {i: x for i, x in enumerate(below) if x.is_leaf and x.requires_grad}  # whose .grad a backward pass may write
-    if hook is None or _marks_nothing(step_fn, hook, axis):
-        if hook is not None and (wanted := all_tracked(leaves)):  # patterns must match here too, as on many ranks
+    if hook is None or not _marks(step_fn, hook, axis):
+        wanted = [] if hook is None and sync_state is None else all_tracked(leaves)
+        if hook is not None and wanted:  # patterns must match here too, as on many ranks
             by_path(step_fn.strategy, hook, lambda: [tree.spec_paths(spec)[i] for i in wanted], range(len(wanted)))
-        return _mark_nothing(step_fn, leaves, sync_state, axis)
+        if sync_state is None or not wanted:
+            return Marked(leaves, as_given=True)
+        # A blocked step passes the state through unchanged; any other step without communication is counted in it.
+        state = tree.flatten(sync_state)[0]
+        kept = [(x, x.detach()) for x in state] if step_fn.blocked else kept_beside(sync_state, set(), ())
+        nothing = ImmediateSchedule(Plan(replace(axis, ranks=ALONE), EXACT, (), ()))
+        return Marked(leaves, lambda outs: marker.tie(nothing, [], outs, kept), as_given=True)
     axis.ranks.need(
         "whole",
         f"data_parallel: axis {axis.name!r} is a part of a simulated axis, whose ranks are in one batch with others. "
@@ -166,23 +174,13 @@ def mark(
     return Marked(filled, lambda outs: marker.tie(schedule, tokens, outs, kept), schedule)
 
 
-def _mark_nothing(step_fn: StepSettings, leaves: list[Any], state: SyncState | None, axis: Axis) -> Marked:
-    if state is None or not all_tracked(leaves):
-        return Marked(leaves, as_given=True)
-    # A blocked step passes the state through unchanged; any other step without communication is counted in it.
-    kept = [(x, x.detach()) for x in tree.flatten(state)[0]] if step_fn.blocked else kept_beside(state, set(), ())
-    nothing = ImmediateSchedule(Plan(replace(axis, ranks=Alone()), AllReduce(), (), ()))
-    return Marked(leaves, lambda outs: marker.tie(nothing, [], outs, kept), as_given=True)
-
-
 # The attribute of a .grad that a reduced pass has written: its version after that pass.
 _REDUCED = "_ltx_reduced"
 
 
 def _unreduced(axis: Axis, given: list[Any], leaves: dict[int, torch.Tensor], paths: Callable[[], Paths]) -> str:
-    """A text on each ``.grad`` that this backward pass adds to, and that no reduced pass has left so; "" if there is
-    none. The text has a digest, which ranks compare (simulated ranks do it here): another ``.grad`` may be equal on
-    all ranks too, as one that was reduced by hand, or clipped.
+    """A text on each ``.grad`` that this backward pass adds to, and that no reduced pass has left so, with a digest,
+    which ranks compare (simulated ranks here): it may be equal on all ranks too, reduced by hand, or clipped.
     """
     before = {i: _version_of(x.grad) for i, x in leaves.items()}
 
@@ -206,8 +204,7 @@ def _unreduced(axis: Axis, given: list[Any], leaves: dict[int, torch.Tensor], pa
 
 
 def _version_of(grad: torch.Tensor | None) -> tuple[int, int] | None:
-    """The identity and version of a ``.grad``; one that was made in inference mode has no version."""
-    return None if grad is None else (id(grad), -1 if grad.is_inference() else grad._version)
+    return None if grad is None else (id(grad), version_of(grad))
 
 
 def _wrapped_as(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -299,15 +296,31 @@ def sync_gradients(
         check_sums("sync_gradients", leaves, grads)
         if sync_state is not None:
             check_state(sync_state)
-    wanted = differentiable(leaves)
+    wanted, every = differentiable(leaves), tree.leaf_paths(grads)
     arrival = functools.partial(arrival_order, grads, wanted)
-    mine, every = [leaves[i] for i in wanted], tree.leaf_paths(grads)
-    paths = [every[i] for i in wanted]
+    mine, paths = [leaves[i] for i in wanted], [every[i] for i in wanted]
     if compiling:
         key, _ = prepare_trace(strategy, axis, 0, False)
-        reduced = list(reduce_in_graph(key, tuple(arrival()), tuple(paths), *mine)) if key and mine else mine
-    else:
-        reduced, sync_state = _reduce(strategy, axis, mine, arrival, paths, sync_state)
+        given = list(reduce_in_graph(key, tuple(arrival()), tuple(paths), *mine)) if key and mine else mine
+        return tree.unflatten(spec, at_places(leaves, wanted, given)), sync_state
+    step = 0 if sync_state is None else sync_state.checked_step()
+    hook = hook_of_plain(strategy, step)
+    if hook is None or not mine:
+        return tree.unflatten(spec, leaves), None if sync_state is None else sync_state.advanced()
+    if sync_state is None and stateful(strategy, plain=True):
+        whose = hook if stateful_hook(hook) else strategy
+        raise SyncStateError(
+            f"{whose!r} has communication state: pass sync_state=step.init(params) and keep what comes back."
+        )
+    states = states_of_leaves(sync_state, lambda: paths, list(range(len(paths))), hook, returned=True)
+    found, names = comm.resolve(axis), tuple(map(tuple, states))
+    of = strategy, hook, found, mine, arrival, names, step, lambda: paths, "sync_gradients", tuple(paths)
+    reduced, advanced = marker.reduce_gradients(schedule_for(make_plan(*of)), mine, [list(s.values()) for s in states])
+    if sync_state is not None:
+        after = {path: dict(entries) for path, entries in sync_state.leaves.items()}
+        for path, own, tensors in zip(paths, names, advanced, strict=True):
+            after.get(path, {}).update(zip(own, tensors, strict=True))
+        sync_state = sync_state.advanced(after)
     return tree.unflatten(spec, at_places(leaves, wanted, reduced)), sync_state
 
 
@@ -322,42 +335,11 @@ def _with_sparse(grads: Tree, strategy: Strategy, state: SyncState | None, axis:
         found = comm.resolve(axis)
         among = shared_part(hook, found) or found
         factor = counts_as(hook, among.size)
-        counted, whole = _differentiable(sparse), _differentiable(grads)
+        counted, whole = [
+            tree.map(lambda x: x if x.is_floating_point() or x.is_complex() else None, given)
+            for given in (sparse, grads)
+        ]
         means = tree.map(lambda x: x * factor, psum_sparse("sync_gradients", whole, counted, among))
         sparse = tree.filled(means, sparse)
     reduced, state = sync_gradients(dense, strategy, state, axis=axis)
     return tree.filled(sparse, reduced), state
-
-
-def _differentiable(grads: Tree) -> Tree:
-    return tree.map(lambda x: x if x.is_floating_point() or x.is_complex() else None, grads)
-
-
-def _reduce(
-    strategy: Strategy,
-    axis: Any,
-    grads: list[torch.Tensor],
-    arrival: Callable[[], Sequence[int]],
-    paths: list[str],
-    state: SyncState | None,
-) -> tuple[list[torch.Tensor], SyncState | None]:
-    step = state.checked_step() if state is not None else 0
-    hook = hook_of_plain(strategy, step)
-    if hook is None or not grads:
-        return grads, None if state is None else state.advanced()
-    if state is None and stateful(strategy, plain=True):
-        whose = hook if stateful_hook(hook) else strategy
-        raise SyncStateError(
-            f"{whose!r} has communication state: pass sync_state=step.init(params) and keep what comes back."
-        )
-    states = states_of_leaves(state, lambda: paths, list(range(len(paths))), hook, returned=True)
-    found, names, spec = comm.resolve(axis), tuple(map(tuple, states)), tuple(paths)
-    plan = make_plan(strategy, hook, found, grads, arrival, names, step, lambda: paths, "sync_gradients", spec)
-    reduced, advanced = marker.reduce_gradients(schedule_for(plan), grads, [list(s.values()) for s in states])
-    if state is None:
-        return reduced, None
-    leaves = {path: dict(e) for path, e in state.leaves.items()}
-    for path, own, tensors in zip(paths, states, advanced, strict=True):
-        if own:
-            leaves[path].update(zip(own, tensors, strict=True))
-    return reduced, state.advanced(leaves)
