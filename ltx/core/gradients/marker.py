@@ -60,9 +60,7 @@ with torch.inference_mode(False):
 
 @cache
 def can_raise_priority() -> bool:
-    """Whether torch has ``_set_sequence_nr`` (from 2.13 on). Without it :class:`Leaves` start the reductions of a train
-    step and of ``ltx.grad``, and others don't overlap the backward pass; results are the same.
-    """
+    """Whether torch has ``_set_sequence_nr`` (from 2.13 on). Without it only :class:`Leaves` overlap the pass."""
     with torch.enable_grad():
         return hasattr(torch.zeros((), requires_grad=True, device="cpu").view(()).grad_fn, "_set_sequence_nr")
 
@@ -77,10 +75,8 @@ def raise_priority(output: torch.Tensor, priority: int) -> None:
         output = private.unwrapped_once(output)
 
 
-def _views(tensors: Tensors) -> tuple[Any, ...]:
-    if not private.in_transform():
-        return tuple(tensors)  # plain autograd makes views itself
-    return tuple([t.view_as(t) for t in tensors])
+def _views(tensors: Tensors) -> tuple[Any, ...]:  # plain autograd makes views itself
+    return tuple([t.view_as(t) for t in tensors] if private.in_transform() else tensors)
 
 
 def _index(axis: Axis, dims: Dims = ()) -> torch.Tensor | None:
@@ -104,24 +100,19 @@ class Peeled(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.schedule, ctx.bucket, ctx.dims, *_ = inputs
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-
-        def vmap(info: Any, in_dims: Any, schedule: Schedule, bucket: Any, dims: Dims, index: Any, *xs: Any) -> Any:
-            axis, level = schedule.plan.axis, (private.maybe_current_level() or 0) + 1
-            stacked, here = in_front(info.batch_size, xs, in_dims[4:]), level in axis.ranks.levels.numbers
-            dims = (here, *dims)
-            if here:
-                index = None if _left(axis, dims) is None else index_below(index, in_dims[3])
-            outs = cls.apply(schedule, bucket, dims, index, *stacked)
-            return outs, (0,) * len(outs)
-
-        cls.vmap = staticmethod(vmap)  # type: ignore[method-assign]
+    @classmethod
+    def vmap(cls, info: Any, in_dims: Any, schedule: Schedule, bucket: Any, dims: Dims, index: Any, *xs: Any) -> Any:
+        axis, level = schedule.plan.axis, (private.maybe_current_level() or 0) + 1
+        stacked, here = in_front(info.batch_size, xs, in_dims[4:]), level in axis.ranks.levels.numbers
+        dims = (here, *dims)
+        if here:
+            index = None if _left(axis, dims) is None else index_below(index, in_dims[3])
+        outs = cls.apply(schedule, bucket, dims, index, *stacked)
+        return outs, (0,) * len(outs)
 
 
 def _zeros_later(like: torch.Tensor) -> Callable[[], torch.Tensor]:
-    shape, dtype, device = like.shape, like.dtype, like.device
-    return lambda: torch.zeros(shape, dtype=dtype, device=device)
+    return partial(torch.zeros, like.shape, dtype=like.dtype, device=like.device)
 
 
 def _filled(tangents: Sequence[torch.Tensor | None], zeros: Sequence[Callable[[], Any]]) -> list[torch.Tensor]:
@@ -148,8 +139,8 @@ def _plain() -> bool:
 
 
 def _note_level(ctx: Any, tangents: bool = False) -> None:
-    """Note that the level of transforms where `ctx` is made differentiates the call, unless no input has a derivative.
-    Plain autograd is level 0; its tangents count as inside of its backward passes, which can't be known.
+    """Note that the level of transforms where `ctx` is made (0: plain autograd) differentiates the call, unless no
+    input has a derivative. Plain tangents count as inside of backward passes.
     """
     ctx.level = private.maybe_current_level() or 0
     if tangents or any(ctx.needs_input_grad):
@@ -247,7 +238,7 @@ class Fence(Peeled):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.schedule, _, ctx.dims, *_ = inputs
+        Peeled.setup_context(ctx, inputs, output)
         # Pending gradients can't be materialised. Tangents are materialised below, if there may be any.
         ctx.set_materialize_grads(False)
         forward_mode = ctx.schedule.threaded or private.has_tangents() or private.in_transform()
@@ -410,12 +401,13 @@ def reduce_gradients(
     for bucket in plan.buckets:
         started += Launch.apply(schedule, bucket.index, (), index, link, *plan.tensors_of(bucket, grads, states))
     results = iter(Wait.apply(schedule, None, (), index, *started))
-    reduced: dict[int, torch.Tensor] = {}
-    advanced: dict[int, list[torch.Tensor]] = {}
+    reduced, advanced = list(grads), [*map(list, states)]
     for bucket in plan.buckets:
-        reduced.update((m, next(results)) for m in bucket.members)
-        advanced.update((m, [next(results) for _ in states[m]]) for m in bucket.members)
-    return [reduced[m] for m in range(len(grads))], [advanced[m] for m in range(len(grads))]
+        for m in bucket.members:
+            reduced[m] = next(results)
+        for m in bucket.members:
+            advanced[m] = [next(results) for _ in states[m]]
+    return reduced, advanced
 
 
 _GRAD = attrgetter("grad")

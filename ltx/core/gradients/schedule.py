@@ -79,35 +79,56 @@ class Schedule(ABC):
             )
 
 
-class ImmediateSchedule(Schedule):
+class _FencedSchedule(Schedule):
+    """Reductions that begin when their buckets are ready, and are waited for at the fence."""
+
+    def __init__(self, plan: Plan):
+        super().__init__(plan)
+        self._ready: dict[int, Tensors] = {}
+        #: By buckets' places: each bucket, its reduction, and a function that waits for that, or its result.
+        self._begun: dict[int, tuple[Bucket, Reduction, Any]] = {}
+
+    def begin(self) -> None:
+        self.unreduced()  # compares them, where ranks are simulated
+        self._ready, self._begun = {}, {}
+
+    def _begin(self, bucket: Bucket, tensors: Tensors, like: Bucket | None = None) -> None:
+        hook = self.hook_of(bucket)
+        reduction = hook.reduce(self.plan.packed(hook, bucket, tensors))
+        self._begun[bucket.index] = like or bucket, reduction, self._go_on(reduction, None)
+
+    @abstractmethod
+    def _go_on(self, reduction: Reduction, result: torch.Tensor | None) -> Any:
+        """Run a reduction up to what it has to wait for: a function that waits, and returns that; or the result."""
+
+    def wait(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
+        outs: list[torch.Tensor] = []
+        for index in range(len(self._begun)):
+            bucket, reduction, reduced = self._begun.pop(index)
+            while callable(reduced):
+                reduced = self._go_on(reduction, reduced())
+            outs += [*unpack(reduced[0], bucket), *self.plan.flatten_states(bucket, reduced[1])]
+        return tuple(outs)
+
+
+class ImmediateSchedule(_FencedSchedule):
     """The schedule on simulated ranks and in a world of one: each bucket is reduced completely when it is ready. In a
     world of one the reductions of a plain pass begin in bucket order, and work that they have started themselves
     (:class:`ltx.core.gradients.reduction.StartedWork`) is waited for at the fence.
     """
 
-    def __init__(self, plan: Plan):
-        super().__init__(plan)
-        self._ready: dict[int, Tensors] = {}
-        self._begun: list[tuple[Reduction, Any]] = []  # each with the work that it waits for, or its result
-
-    def begin(self) -> None:
-        self.unreduced()  # compares them, where ranks are simulated
-        self._ready, self._begun = {}, []
-
-    def _go_on(self, reduction: Reduction, request: Any) -> Any:
-        """Run a reduction up to the next work that it has started, or to its end."""
+    def _go_on(self, reduction: Reduction, result: torch.Tensor | None) -> Any:
+        request = advance(reduction, result)
         while isinstance(request, CollectiveRequest):
             request = advance(reduction, answer_at_once(request, self.plan.axis))
-        return request
+        return request.wait if isinstance(request, StartedWork) else request
 
     def start(self, index: int, dims: Dims, tensors: Tensors) -> tuple[torch.Tensor, ...]:
         plan, bucket = self.plan, self.plan.buckets[index]
         if not dims and plan.axis.size == 1:
             self._ready[index] = tensors
             while (given := self._ready.pop(place := len(self._begun), None)) is not None:
-                hook = self.hook_of(plan.buckets[place])
-                reduction = hook.reduce(plan.packed(hook, plan.buckets[place], given))
-                self._begun.append((reduction, self._go_on(reduction, advance(reduction))))
+                self._begin(plan.buckets[place], given)
             return tuple(t.view_as(t) for t in tensors)
         hook = self.hook_of(bucket)
 
@@ -118,16 +139,7 @@ class ImmediateSchedule(Schedule):
         return _under_vmaps(one_rank, dims, plan.axis, tensors, ())
 
     def wait(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
-        if not self._begun:
-            return tuple(t.view_as(t) for t in tensors)
-        outs: list[torch.Tensor] = []
-        for bucket, (reduction, request) in zip(self.plan.buckets, self._begun, strict=True):
-            while isinstance(request, StartedWork):
-                request = self._go_on(reduction, advance(reduction, request.wait()))
-            flat, states = request
-            outs += [*unpack(flat, bucket), *self.plan.flatten_states(bucket, states)]
-        self._begun = []
-        return tuple(outs)
+        return super().wait(tensors) if self._begun else tuple(t.view_as(t) for t in tensors)
 
 
 def _under_vmaps(
@@ -146,20 +158,12 @@ def _under_vmaps(
     return tuple(result.contiguous() for result in results)
 
 
-class GraphSchedule(Schedule):
+class GraphSchedule(_FencedSchedule):
     """Functional collectives of a graph, from marker to fence; Inductor never moves a wait before the last start."""
 
     compiled = True
 
-    def __init__(self, plan: Plan):
-        super().__init__(plan)
-        self._started: dict[int, tuple[Reduction, Bucket, Any]] = {}
-
-    def begin(self) -> None:
-        self._started = {}
-
     def _go_on(self, reduction: Reduction, result: torch.Tensor | None) -> Any:
-        """Run a reduction up to its next collective; return a function that waits for it, or the final result."""
         request = advance(reduction, result)
         if isinstance(request, StartedWork):
             raise UnsupportedError(
@@ -187,18 +191,9 @@ class GraphSchedule(Schedule):
         self._check_batchable(dims, tensors[len(grads) :])
         # Samples lie side by side in the buffer, so a leaf is unpacked like a larger leaf.
         leaves = tuple(leaf._replace(shape=grad.shape) for leaf, grad in zip(bucket.leaves, grads, strict=True))
-        hook = self.hook_of(bucket)
-        reduction = hook.reduce(self.plan.packed(hook, bucket, tensors))
-        self._started[index] = (reduction, replace(bucket, leaves=leaves), self._go_on(reduction, None))
+        self._begin(bucket, tensors, replace(bucket, leaves=leaves))
         return tuple(t.view_as(t) for t in tensors)
 
     def wait(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
-        outs: list[torch.Tensor] = []
-        mark_started([end.args[0] for _, _, end in self._started.values() if isinstance(end, partial)])
-        for index in range(len(self.plan.buckets)):
-            reduction, bucket, reduced = self._started.pop(index)
-            while callable(reduced):
-                reduced = self._go_on(reduction, reduced())
-            flat, states = reduced
-            outs += [*unpack(flat, bucket), *self.plan.flatten_states(bucket, states)]
-        return tuple(outs)
+        mark_started([end.args[0] for _, _, end in self._begun.values() if isinstance(end, partial)])
+        return super().wait(tensors)
