@@ -1,8 +1,7 @@
 """A bucket's flat buffer: packing gradients into it, unpacking, and chunks of it.
 
-On the CPU several passes over a chunk that stays in the cache cost little more than one pass over memory, so hooks work
-on eager tensors there in :func:`chunks`. On other devices, where a call costs more than a small tensor, under
-transforms and in compiled graphs hooks work on a whole buffer at once, and read no values.
+On eager tensors of the CPU hooks work in :func:`chunks`, which stay in the cache. On other devices, under transforms
+and in compiled graphs they work on a whole buffer at once, and read no values.
 """
 
 from __future__ import annotations
@@ -129,10 +128,7 @@ def _packed(grad: torch.Tensor, scale: float, extra_terms: Terms) -> torch.Tenso
 
 
 def plus(x: torch.Tensor, y: torch.Tensor, times: float) -> torch.Tensor:
-    """x + times y, in one pass, by the same kernel as ``torch.add(x, y, alpha=times)``.
-
-    Inductor (torch 2.13) makes an addmm of ``torch.add(x, a @ b, alpha=times)``, and drops `times`.
-    """
+    """``torch.add(x, y, alpha=times)``, of which Inductor (torch 2.13) drops `times` if y is a matrix product."""
     return torch.sub(x, y, alpha=-times)
 
 

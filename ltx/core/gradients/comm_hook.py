@@ -1,7 +1,4 @@
-"""The contract of a communication hook: what is done to a bucket of gradients on its way over the network.
-
-:mod:`ltx.hooks` has one compressor a file. The contract is here, below them, because plans and schedules use it.
-"""
+"""The contract of a communication hook: what is done to a bucket of gradients on its way over the network."""
 
 from __future__ import annotations
 
@@ -241,9 +238,8 @@ def states_of(hook: CommHook, entries: LeafState) -> LeafState:
 
 
 def reduce_at_once(hook: CommHook, axis: Axis, inputs: BucketInput, kind: str = "bucket") -> Reduced:
-    """Run one reduction to its end with differentiable collectives: a readable reference for the schedules. A recording
-    counts what the first simulated rank would send; processes' collectives count themselves. `kind`: the word for the
-    bucket in it.
+    """Run one reduction to its end with differentiable collectives. A recording counts what the first simulated rank
+    would send, and calls the bucket `kind`; processes' collectives count themselves.
     """
     label = f"{kind} {inputs.bucket.index}"
     simulated = axis.comm is None and axis.size > 1

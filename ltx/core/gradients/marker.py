@@ -4,17 +4,15 @@
 
 In the order of the backward pass:
 
-* **Tie** runs first. It takes a token from every marker, so that each marker takes part in the backward pass even if
-  the loss on this rank doesn't reach its parameters; otherwise the peers would wait for this rank forever. A train step
-  has no tie: it starts the buckets that its pass hasn't reached itself.
-* **Marker** has all parameters of one bucket as inputs, so the engine runs it exactly when all their gradients are
-  there: it starts the bucket's reduction. Its node is older than the step's nodes, so the engine would run it last; a
-  raised sequence number makes it run first.
+* **Tie** runs first. It takes a token from every marker, so that the pass comes to each marker even if this rank's loss
+  doesn't reach its parameters; otherwise the peers would wait for this rank forever.
+* **Marker** has all parameters of one bucket as inputs, so the engine runs it when all their gradients are there: it
+  starts the bucket's reduction. A raised sequence number makes it run at once: it is older than the step's nodes.
 * **Fence** has all parameters as inputs, so it runs after every marker. It is the one safe place to wait: nothing after
-  it sees a pending gradient. A train step has no fence: nothing comes after it, and the train step waits itself.
+  it sees a pending gradient.
 
-A train step of few parameters has :class:`Leaves` in place of markers, as each has before torch 2.13, which can raise
-priorities.
+A train step has no tie and no fence: it starts the buckets that its pass hasn't reached, and waits, itself. With few
+parameters, and before torch 2.13, it has :class:`Leaves` in place of markers.
 
 All is differentiable again, in reverse and forward mode. :class:`Launch` counts as the identity and :class:`Wait` as
 the exact mean over ranks, so second derivatives are exact even where the hook compresses first ones. A backward pass
@@ -210,9 +208,7 @@ class Wait(Peeled):
 
 
 class Shared(Peeled):
-    """``Shared.apply(schedule, None, dims, index, *tangents)``: the tangents of parameters that all ranks share. It is
-    the identity; its transpose is the exact mean, so tangents' derivatives are reduced as parameters' are.
-    """
+    """The identity, for tangents of parameters that all ranks share; its transpose is the exact mean over ranks."""
 
     @staticmethod
     def forward(schedule: Schedule, bucket: None, dims: Dims, index: Any, *tangents: torch.Tensor) -> tuple[Any, ...]:

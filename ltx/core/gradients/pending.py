@@ -1,14 +1,9 @@
-"""What ranks that are processes do in a backward pass: its step summary, and several buckets at once on channels.
-
-:class:`ProcessSchedule` takes the gradients from the markers and makes the buckets' programs. Its :class:`Pending`, a
-new one for each pass, owns what the pass sends, as those of an exchange and of :func:`ltx.hooks.to_torch` do.
+"""What ranks that are processes do in a backward pass: :class:`ProcessSchedule` makes the buckets' programs of the
+gradients, and its :class:`Pending`, a new one for each pass, owns what the pass sends, as those of exchanges do.
 
 Each phase of a hook (its first collective, its second, ...) has a channel of its own. On each channel collectives go
 out in bucket order, so all ranks issue in the same order, in whatever order gradients come and collectives complete.
-
-On stream-ordered backends an axis has one communicator, and the host needn't wait between two phases: a program is
-enqueued as a whole when it is launched, on the communication stream. So collectives go out bucket by bucket, phase by
-phase.
+On stream-ordered backends, which have one communicator, a program is enqueued as a whole when it is launched.
 """
 
 from __future__ import annotations
@@ -218,14 +213,11 @@ class Pending:
 
 
 class ProcessSchedule(Schedule):
-    """Asynchronous reductions on the bucket channels of an axis, launched in bucket order (:class:`Pending`).
+    """Asynchronous reductions on the bucket channels of an axis, launched in bucket order (:class:`Pending`). With
+    `deferred` there is no fence: the caller of the step begins the pass and waits for its buckets one by one.
 
-    With `deferred` there is no fence: the caller of the step begins the pass and waits for its buckets one by one. If
-    the hook stays within a part of the axis, the step summary does too: other ranks needn't be in this pass.
-
-    On a stream-ordered backend buckets share a communicator with the user's collectives. If the graph has such, their
-    backward passes come before or after a bucket, not always the same on all ranks. So buckets then wait until the
-    backward pass is over.
+    On a stream-ordered backend buckets share a communicator with the user's collectives, which ranks' backward passes
+    may come to before or after a bucket. So if the graph has such, buckets wait until the pass is over.
     """
 
     threaded = False
@@ -335,10 +327,9 @@ class ProcessSchedule(Schedule):
         self.task = graph_task()
 
     def _joined(self, index: int, grads: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """All gradients of a bucket that have come so far; () if it has to wait for more. A reversible layer runs a
-        backward pass inside of this one (``y.backward(dy)`` in its Function), which may bring gradients that the loss'
-        graph doesn't know of. So a bucket starts when this pass has come to it and each parameter has a gradient, if
-        no such layer is known to come, or when the pass is over.
+        """All gradients of a bucket that have come so far; () if it has to wait for more: until this pass has come to
+        it and no parameter lacks one, or, if there are reversible layers, which bring gradients by backward passes of
+        their own (``y.backward(dy)`` in a Function), until this pass is over.
         """
         if graph_task() == self.task:
             self._reached.add(index)

@@ -1,8 +1,5 @@
-"""Plans say which collectives every rank will issue: which leaves are reduced, in which order their gradients are
-expected, and how large buckets are.
-
-A plan is a pure function of shapes, dtypes, sizes and a hook, so every rank makes the same one; ranks compare it when
-it is new. Buckets are launched in its order, whatever the order in which they become ready.
+"""Plans say which collectives every rank will issue: a pure function of shapes, dtypes, sizes and a hook, so that every
+rank makes the same one. Buckets are launched in its order, whatever the order in which they become ready.
 """
 
 from __future__ import annotations
@@ -232,12 +229,10 @@ def plan_buckets(
 ) -> tuple[Bucket, ...]:
     """Fill buckets with `leaves` in the order in which their gradients are expected, given by the places in `arrival`.
 
-    A bucket is closed before its gradients would exceed its size; a larger leaf has a bucket of its own. Tiny leaves
-    just before the leaf that doesn't fit go into the next bucket with it: a layer's bias arrives with its weights, and
-    the closed bucket would wait for it. The first bucket is small, so that communication starts early. A bucket holds
-    one dtype on one device, by one hook, whose factor multiplies its size. A group's leaves have a bucket of their own,
-    whatever their sizes. `groups`: each leaf's, -1 for none; empty if there are none. `hooks`: each leaf's, or one for
-    all. Buckets come in the order of launches, in which their last gradients are expected.
+    A bucket is closed before its gradients would exceed its size. Tiny leaves just before the leaf that doesn't fit go
+    into the next bucket with it: a layer's bias arrives with its weights, and the closed bucket would wait for it. A
+    bucket holds one dtype on one device, by one hook, whose factor multiplies its size; or a group's leaves, whatever
+    their sizes. `groups`: each leaf's, -1 for none; () if there are none. `hooks`: each leaf's, or one for all.
     """
     open_members, filled, closed = dict[Any, list[int]](), dict[Any, int](), list[list[int]]()
     bucket_bytes, first_bucket_bytes = sizes
@@ -317,11 +312,9 @@ def make_plan(
     background: bool = False,
     grouped: bool = True,
 ) -> Plan:
-    """The plan for reducing `tensors`, leaves of a tree of this `structure`, by the form that `hook` has at `step`, the
-    number of steps so far; ranks compare it when it is new. `arrival`: the order in which this rank expects its
-    gradients; all ranks take rank 0's, once for a plan. `compare`: False inside a graph, where ranks can't wait for
-    each other. `background`: for the background channel, on which a hook has one phase. `grouped`: the strategy's
-    groups of parameters apply.
+    """The plan for reducing `tensors`, leaves of a tree of this `structure`, by the form that `hook` has at `step`;
+    ranks compare it when it is new, and take rank 0's `arrival`. `compare`: False inside a graph, where ranks can't
+    wait for each other. `background`: for the background channel. `grouped`: the strategy's groups apply.
     """
     hook = hook.at(step)
     leaves = tuple(map(Leaf._make, map(attrgetter("shape", "dtype", "device"), tensors)))

@@ -1,11 +1,8 @@
 """Buckets (gradients that are sent together) and their programs: generators that reduce a bucket.
 
-A program yields a :class:`CollectiveRequest` wherever it needs the network and is sent the result (or a
-:class:`StartedWork`, to wait for what it has sent by other means); it returns the bucket's results. The reduction of a
-communication hook is one; where ranks communicate after the optimizer, programs have the optimizer inside. The same
-program runs on every kind of axis, since drivers differ only in how they answer requests: asynchronously between
-processes (:mod:`ltx.core.gradients.pending`), as nodes of a compiled graph (:mod:`ltx.core.gradients.schedule`), or at
-once, here.
+A program, such as a hook's reduction, yields a :class:`CollectiveRequest` wherever it needs the network and is sent the
+result; it returns the bucket's results. The same program runs on every kind of axis. Drivers differ in how they answer:
+asynchronously between processes (``pending.py``), as nodes of a compiled graph (``schedule.py``), or at once, here.
 """
 
 from __future__ import annotations

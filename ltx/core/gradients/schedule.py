@@ -1,8 +1,6 @@
-"""Schedules: how the buckets of one backward pass are reduced.
-
-The backward pass calls ``start(index, dims, tensors)`` as soon as a bucket's gradients are ready, and ``wait(tensors)``
-at the fence, after the last bucket. Tensors are the bucket's ``[*gradients, *state tensors]``. While they pass through
-vmap levels they gain leading dimensions; `dims` lists them, outermost first, True for the simulated axis itself.
+"""Schedules: how the buckets of one backward pass are reduced. It calls ``start(index, dims, tensors)`` as soon as a
+bucket's ``[*gradients, *state tensors]`` are ready, and ``wait(tensors)`` at the fence, after the last bucket. `dims`:
+their leading dimensions, from vmap levels, outermost first, True for the simulated axis itself.
 """
 
 from __future__ import annotations
@@ -113,8 +111,7 @@ class _FencedSchedule(Schedule):
 
 class ImmediateSchedule(_FencedSchedule):
     """The schedule on simulated ranks and in a world of one: each bucket is reduced completely when it is ready. In a
-    world of one the reductions of a plain pass begin in bucket order, and work that they have started themselves
-    (:class:`ltx.core.gradients.reduction.StartedWork`) is waited for at the fence.
+    world of one they begin in bucket order, and what a :class:`StartedWork` gives is waited for at the fence.
     """
 
     def _go_on(self, reduction: Reduction, result: torch.Tensor | None) -> Any:

@@ -1,11 +1,9 @@
 """torch.utils.checkpoint runs a function again in the backward pass, with the tensors that modules had in the first.
 
-Torch has no hook for this, so three of its classes are replaced by subclasses here. When a checkpoint begins, they note
-which tensors running functional calls have put into modules. Otherwise they do what torch's classes do.
-
-This isn't :class:`ltx.core.transforms.functional_call.Calls`, though both put tensors in again, by :class:`Swap`. A
-checkpoint says where it begins, in the midst of a call. So it is right where that has to refuse: for several sets of
-tensors, for buffers that are half way (power iterations), and in whoever's backward pass.
+Torch has no hook for this, so subclasses of three of its classes, which replace them, note at a checkpoint's beginning
+which tensors running functional calls have put into modules. Since it begins in the midst of a call, this is right
+where :class:`ltx.core.transforms.functional_call.Calls` has to refuse: for several sets of tensors, for buffers that
+are half way (power iterations), and in whoever's backward pass.
 """
 
 from __future__ import annotations
@@ -64,8 +62,7 @@ class _Hook(_checkpoint_hook):
 
 class _Reentrant(CheckpointFunction):
     """torch's checkpoint for ``use_reentrant=True``, which would differentiate down to the step's parameters by itself,
-    past the reduction, and give no gradient to tensors that it closes over. Inside ltx.functional_call and
-    data-parallel steps the one for ``use_reentrant=False`` replaces it, with the same gradients.
+    past the reduction. In functional calls and steps that for ``use_reentrant=False`` replaces it.
     """
 
     @classmethod

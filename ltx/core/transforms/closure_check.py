@@ -1,7 +1,5 @@
-"""Checks for tensors that a step uses without getting them as arguments.
-
-Such a parameter's gradient would silently stay local; a module's buffer would change on one rank only; and a value that
-a surrounding transform differentiates would have no derivative, since a step runs below that transform.
+"""Checks for tensors that a step uses without getting them as arguments: a parameter's gradient would silently stay
+local, a buffer would change on one rank only, and a value that is differentiated around it would have no derivative.
 """
 
 from __future__ import annotations
@@ -70,11 +68,9 @@ def _kept_as(leaf: torch.Tensor, fn: Any) -> str | None:
 
 
 def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0, to_given: bool = False) -> None:
-    """Raise if `outputs` of `fn` depend on parameters that aren't among `given`, the arguments of the call. Leaves that
-    the step `fn` has created, such as inputs for its own derivatives, aren't parameters, and it doesn't refer to them.
-    Buffers that require gradients count, unless derivatives are taken only with respect to `given`. In another step a
-    leaf may be a parameter of that, whose gradient that reduces, so Parameters alone count. A function is checked once,
-    and again if a call makes another number of nodes, `made`. torch.func needs no such check.
+    """Raise if `outputs` of `fn` depend on parameters that aren't among `given`, the arguments of the call; or, unless
+    derivatives are taken only `to_given`, on buffers. Leaves that `fn` has made itself don't count, and in another step
+    Parameters alone do. A function is checked once, and again if a call makes another number of nodes, `made`.
     """
     if _known.has(fn, ("whole", made)) and not any(map(_FLAG, _frozen.get(fn, ()))):
         return
@@ -102,10 +98,9 @@ def _tensors(values: Tree) -> list[torch.Tensor]:
 
 
 def own_leaves(fn: Any, outputs: Tree, asked: Tree, given: Tree, made: int = 0) -> list[torch.Tensor]:
-    """The tensors to which an autograd.Function leads that leads to none of those that a backward pass is `asked` for.
-    A reversible layer with a dummy argument, whose backward pass brings the gradients of parameters by itself, is only
-    called if the dummy's gradient is asked for too. That may be made by the step `fn`, or be one of the tensors `given`
-    to it; what those were made of is the caller's business.
+    """The tensors to which an autograd.Function leads that leads to none of those that a backward pass is `asked` for:
+    a reversible layer whose backward pass brings parameters' gradients by itself is only called if its dummy argument,
+    made by `fn` or `given` to it, is asked for too.
     """
     if _known.has(fn, ("alone", made)):
         return []
@@ -156,18 +151,14 @@ class _Watch(TorchFunctionMode):
 
 
 def watch_for_traced_values(fn: Any) -> AbstractContextManager[Any]:
-    """Raise TracedValueError if `fn` uses a traced value. Watching costs microseconds per operation, so later runs of
-    `fn` are watched only if there is such a value in its closure, globals and defaults, or in an object there.
-    """
+    """Raise TracedValueError if `fn` uses a traced value. Later runs are watched only if it has one within reach."""
     first = _referred(fn)
     near = [x for y in (first, *map(_referred, first)) for x in y if isinstance(x, torch.Tensor)]
     return nullcontext() if _known.has(fn, "watched") and not any(map(_is_traced, near)) else _Watch(fn)
 
 
 def captured(fn: Any) -> list[torch.Tensor]:
-    """The tensors that a step `fn` refers to and plain autograd around it differentiates. In another step leaves are
-    among them, which may be the parameters of that; elsewhere :func:`refuse_captured` is for them.
-    """
+    """The tensors that a step `fn` refers to and plain autograd around it differentiates; leaves only in a step."""
     found = [x for x, module in _tensors_of(fn) if module is None or type(x) is not nn.Parameter]
     return [x for x in found if _is_traced(x) and x.requires_grad]
 
@@ -290,8 +281,7 @@ def tensors_in_place() -> set[int]:
 
 def calls_of_torch() -> list[tuple[nn.Module, Mapping[str, torch.Tensor]]]:
     """The (module, tensors) of the calls of torch.func.functional_call that run in this thread. They are found on the
-    stack: in a graph a call records nothing, and the graph may break in it, so that what the module calls runs eagerly
-    in a call of which only the frame knows.
+    stack: a call in a graph that breaks in it runs modules eagerly, and only its frame knows.
     """
     frames = (frame for frame, _ in walk_stack(sys._getframe()))
     # Dynamo makes a code object of the same name and file, but not the same object.
@@ -353,8 +343,8 @@ def unfit(module: Any, what: str) -> LtxError:
 
 
 class Members:
-    """The places of a module's tensors by name, found in one pass through the module. A part that torch.compile has
-    wrapped passes attributes on, so the names `given` may be those that its tensors had before.
+    """The places of a module's tensors by name. A part that torch.compile has wrapped passes attributes on, so the
+    names `given` may be those that its tensors had before.
     """
 
     def __init__(self, module: nn.Module, what: str = "functional_call", given: Iterable[str] = ()):

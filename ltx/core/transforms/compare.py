@@ -1,7 +1,4 @@
-"""Compare tensors between ranks by their digests, through the store or within one process.
-
-Parameters are compared at the first call of a step, and under ``ltx.debug_checks()`` at every call. No tensor is sent.
-"""
+"""Compare tensors between ranks by their digests: at the first call of a step, and under debug_checks() at each."""
 
 from __future__ import annotations
 
@@ -33,9 +30,8 @@ Leaves = Sequence[tuple[str, torch.Tensor]]
 
 
 def check_params_once(axis: Axis, params: Tree, fn: Any, key: Hashable, signature: comm.Signature | None) -> None:
-    """Raise ReplicaDivergedError on every rank unless `params`, which step `fn` is given, are the same on all. Between
-    processes only the first call of `fn` with each `key` compares, on all ranks together; a peer that calls something
-    else is told that this rank is at `signature`. Simulated ranks compare tensors that they don't share at every call.
+    """Raise ReplicaDivergedError on every rank unless `params`, which step `fn` is given, are the same on all: between
+    processes at the first call of `fn` with each `key`, on simulated ranks, which mostly share them, at each.
     """
     compared = axis.ranks.compared
     if axis.size == 1 or (compared is not None and compared.has(fn, key)):
@@ -102,10 +98,8 @@ def hash_of(digests: Iterable[str]) -> str:
 
 
 def digest(x: torch.Tensor) -> str:
-    """A digest: equal for equal bits, almost always different for different bits; "" for an empty tensor.
-
-    It hashes sums of 64-bit words, modulo 2^64, over rows and over columns: a change that keeps all of these sums needs
-    at least four words, at the corners of a rectangle. (``torch.hash_tensor``, an exclusive or, ignores order.)
+    """A digest, "" for an empty tensor. It hashes sums of 64-bit words, modulo 2^64, over rows and over columns: a
+    change that keeps all of them needs four words, at the corners of a rectangle.
     """
     data = x.view(-1).view(torch.uint8)
     if not data.numel():

@@ -1,6 +1,4 @@
-"""data_parallel: tie ∘ f ∘ mark, as a transformation of steps.
-
-Li et al., "PyTorch Distributed", VLDB 2020, for the buckets; the rule is that of ``jax.shard_map``'s replicated
+"""data_parallel: tie ∘ f ∘ mark, as a transformation of steps. The rule is that of ``jax.shard_map``'s replicated
 arguments: the gradient with respect to a replicated argument is reduced over the axis.
 """
 

@@ -1,15 +1,12 @@
 """functional_call: as torch.func's, but its tensors are also in place where the backward pass calls a module again.
 
-The tensors are in the module for the time of the call, as with torch. To call a copy of the module would be simpler,
-but bound methods, patched forwards and lists of layers refer to the original, and would use its old parameters.
-
-By the time of the backward pass the module has its own tensors back. Yet an autograd.Function may call it there once
-more (``odeint_adjoint``, reversible layers), and gradients would be silently wrong. So :class:`Calls` records what a
-forward pass has put into modules. Who runs the backward pass too, as a train step does, calls it ``in_pass``: a module
-that is called there gets its tensors once more, until the pass has ended. What can't be repeated so raises: two calls
-with different tensors, buffers that the first call has written and that its output depends on, tensors that are gone by
-then (a sharded layer's are whole only while it runs), and a pass that somebody else runs, whose end nobody sees after
-an error. ``torch.utils.checkpoint`` has a mechanism of its own (``checkpoints.py``).
+The tensors are in the module for the time of the call: bound methods and patched forwards would miss a copy. An
+autograd.Function may call the module in the backward pass once more (``odeint_adjoint``, reversible layers), and
+gradients would be silently wrong. So :class:`Calls` records what a forward pass has put into modules. Who runs the
+backward pass too calls it ``in_pass``: a module that is called there gets its tensors once more. What can't be repeated
+so raises: two calls with different tensors, buffers that the first call has written and that its output depends on,
+tensors that are gone by then (a sharded layer's), and a pass that somebody else runs, whose end nobody sees after an
+error. ``torch.utils.checkpoint`` has a mechanism of its own (``checkpoints.py``).
 """
 
 from __future__ import annotations
@@ -360,9 +357,7 @@ class Swap:
                 )
 
     def again(self) -> Callable[[], AbstractContextManager[None]]:
-        """A function that puts the tensors in again, for the recomputation of a part of this call. Buffers begin with
-        their present values; what it writes to them, as the first pass has, is dropped.
-        """
+        """A function that puts the tensors in again, to compute a part anew; buffers begin with their values of now."""
         if not self._kept:
             return self.in_place
         # Batch norm counts its calls in one buffer, and writes to its other buffers without torch counting it.
@@ -413,9 +408,8 @@ _passes: ContextVar[tuple[Calls, ...]] = ContextVar("_passes", default=())
 
 class Calls:
     """The functional calls of a forward pass, for what calls their modules again in its backward pass. Its owner runs
-    both: ``with calls.recorded(): forward``, then ``with calls.in_pass(): backward``. Calls that nobody records are
-    alone in a record without an owner. `around`: another record, for derivatives of this pass. `kept`: the step's
-    parameters; nothing else that a call was given is kept by its record.
+    both: ``with calls.recorded(): forward``, then ``with calls.in_pass(): backward``. `around`: another record, for
+    derivatives of this pass. `kept`: the step's parameters; it keeps nothing else that a call was given.
     """
 
     def __init__(self, around: Calls | None = None) -> None:

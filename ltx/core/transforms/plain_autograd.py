@@ -1,11 +1,9 @@
 """First derivatives by torch.func at the speed of plain autograd.
 
-Under ``torch.func.grad`` every operation of a step goes through functorch's interpreter, and the backward pass is
-recorded as if it were to be differentiated again: that takes 1.08 times the time of ``loss.backward()``, and more
-memory. So if a single level of ``grad`` (or ``vjp``, ``jacrev``) is active, the step runs *below* it, on plain
-autograd, as one autograd Function of its parameters; gradient, overlap and bits are those of ``loss.backward()``. All
-other cases use torch.func itself: several levels, tangents, other arguments that are differentiated, or a step that
-closes over a differentiated value.
+functorch records the backward pass too, which takes time and memory. So if a single level of ``grad`` (or ``vjp``,
+``jacrev``) is active, a step runs *below* it, as one autograd Function of its parameters; gradient, overlap and bits
+are those of ``loss.backward()``. All other cases use torch.func itself: several levels, tangents, other arguments that
+are differentiated, or a step that closes over a differentiated value.
 """
 
 from __future__ import annotations

@@ -198,8 +198,8 @@ class Marked(NamedTuple):
 
 
 def reaching(output: Any, leaves: Sequence[torch.Tensor]) -> Any:
-    """`output`; a Weighted's total that depends on no parameter gets a zero that does, without a tie: its sum over
-    ranks is a part of the graph, whose backward pass all ranks run, also one without data.
+    """`output`; a Weighted's total that depends on no parameter gets a zero that does, as all ranks run its psum's
+    backward pass, also one without data.
     """
     if type(output) is tuple and output:
         return (reaching(output[0], leaves), *output[1:])

@@ -5,13 +5,10 @@ After the optimizer a strategy may communicate parameters, by a :class:`PostUpda
     x_r = update_r(w_r, g_r)         for every parameter, on each rank
     w_r = finish(w_r, reduce(x))     by a hook between ranks, bucket by bucket
 
-A step that commits whole runs the optimizer on all parameters, then the hook on all buckets
-(:func:`communicate_after_update`). With ``overlap="update"`` each bucket runs its part of both as soon as its gradients
-are ready (:class:`ltx.core.training.backward.UpdateThenSend`).
-
-Until a bucket is complete a peer may fail, and then every rank must have its old parameters, so the optimizer doesn't
-run in place on them. Later work, such as adding the differences that have arrived, can't fail: it may write into the
-old state's memory, if the step allows it (:attr:`ltx.core.optim.base.Update.may_overwrite`).
+on all parameters, then on all buckets (:func:`communicate_after_update`); with ``overlap="update"`` on each bucket as
+soon as its gradients are ready (:class:`ltx.core.training.backward.UpdateThenSend`). Until a bucket is complete a peer
+may fail, and then every rank must have its old parameters, so the optimizer doesn't run in place on them. Later work
+can't fail: it may write into the old state's memory (:attr:`ltx.core.optim.base.Update.may_overwrite`).
 """
 
 from __future__ import annotations
@@ -388,9 +385,8 @@ def take_updated(
 
 
 def may_be_written_to(tensors: Iterable[torch.Tensor], others: Any) -> bool:
-    """Whether `tensors` are eager and contiguous, and none shares its address with another, or with one of `others`: an
-    optimizer may have parameters in its state. An accelerator writes after all that reads the old values: on the step's
-    own stream, and after a bucket's fence.
+    """Whether `tensors` are eager and contiguous, and none shares its address with another, or with one of `others` (an
+    optimizer may have parameters in its state). Accelerators write on the step's stream, after all that reads.
     """
     mine = [x for x in tensors if x.numel()]
     if not all((is_plain(x) or prefers_few_calls(x)) and x.is_contiguous() for x in mine):

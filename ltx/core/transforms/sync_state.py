@@ -1,8 +1,8 @@
 """Communication state as a value: what a stateful hook carries from one step to the next.
 
-The gradient with respect to the state is its next value, so every transform of torch.func passes it on. Two hidden
-leaves guard this: `uses`, whose cotangent is 1 for each use, detects a state that was used in two calls of one loss (or
-whose gradient was accumulated); `clock`, whose cotangent is itself plus 1, counts steps where the structure can't.
+The gradient with respect to the state is its next value, so every transform of torch.func passes it on. Of two hidden
+leaves `uses`, whose cotangent is 1 for each use, detects a state that was used twice; `clock`, whose cotangent is
+itself plus 1, counts steps where the structure can't.
 """
 
 from __future__ import annotations
