@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -11,11 +10,11 @@ from ltx.core import comm
 from ltx.core.base.errors import LtxError, UnsupportedError
 from ltx.core.base.needs import require
 from ltx.core.base.private import Tensors
-from ltx.core.gradients.buffers import pack, pack_pure, unpack
-from ltx.core.gradients.comm_hook import CommHook, reduce_at_once
+from ltx.core.gradients.buffers import pack, unpack
+from ltx.core.gradients.comm_hook import reduce_at_once
 from ltx.core.gradients.pending import Pending
 from ltx.core.gradients.planning import Plan, any_derivative
-from ltx.core.gradients.reduction import Bucket, BucketInput, LeafState, Reduced
+from ltx.core.gradients.reduction import Bucket, LeafState, Reduced
 
 
 class Exchange:
@@ -30,7 +29,9 @@ class Exchange:
     """
 
     def __init__(self, plan: Plan, tensors: Tensors, states: Sequence[LeafState] = (), background: bool = False):
-        self._plan, self._states = plan, list(states) or [{} for _ in tensors]
+        self._plan, self._count = plan, len(tensors)
+        flat_states = [tuple(state.values()) for state in states] or [()] * len(tensors)
+        given = [(bucket, plan.tensors_of(bucket, tensors, flat_states)) for bucket in plan.buckets]
         self._pending: Pending | None = None
         self._completed: list[Reduced] = []
         self._failed: LtxError | None = None
@@ -45,23 +46,19 @@ class Exchange:
                     "ltx.DDPStrategy(); or detach the state and the batch, or call the step under torch.no_grad()."
                 )
             try:
-                self._launch(plan.axis.comm, tensors, background)
+                self._launch(plan.axis.comm, given, background)
             except LtxError as error:
                 if not background:
                     raise
                 self._failed = error  # wait() raises it, once the caller has finished other work
         else:
-            for bucket in plan.buckets:
-                hook, inputs = self._packed(bucket, tensors, pack_pure)
+            for bucket, its in given:
+                inputs = plan.packed(hook := plan.hook_of(bucket), bucket, its)
                 self._completed.append(reduce_at_once(hook, plan.axis, inputs, self._kind))
 
-    def _packed(self, bucket: Bucket, tensors: Tensors, packing: Callable[..., Any]) -> tuple[CommHook, BucketInput]:
-        plan, hook = self._plan, self._plan.hook_of(bucket)
-        states = [self._states[m] for m in bucket.members]
-        flat = packing([tensors[m] for m in bucket.members], bucket, hook, plan.axis.size, states)
-        return hook, plan.bucket_input(bucket, flat, states)
-
-    def _launch(self, axis_comm: comm.AxisComm, tensors: Tensors, background: bool) -> None:
+    def _launch(
+        self, axis_comm: comm.AxisComm, given: list[tuple[Bucket, list[torch.Tensor]]], background: bool
+    ) -> None:
         plan, name = self._plan, "an exchange of the strategy"
         if background:
             axis_comm.under_way = name
@@ -74,10 +71,9 @@ class Exchange:
             self._pending.sent = axis_comm.passes.sent()
             axis_comm.first_phase.refuse_recording(name)
             self._pending.summary = comm.begin_pass(axis_comm, axis_comm, name, plan.agreement)
-        for bucket in plan.buckets:
-            hook, inputs = self._packed(bucket, tensors, pack)
-            comm.note_packed(self._kind, hook, bucket)
-            self._pending.reduce(hook, inputs)
+        for bucket, its in given:
+            comm.note_packed(self._kind, hook := plan.hook_of(bucket), bucket)
+            self._pending.reduce(hook, plan.packed(hook, bucket, its, pack))
 
     @property
     def done(self) -> bool:
@@ -95,7 +91,7 @@ class Exchange:
         for bucket, (flat, advanced) in self.wait_buckets():
             results.update(zip(bucket.members, unpack(flat, bucket), strict=True))
             states.update(zip(bucket.members, map(dict, advanced), strict=bool(advanced)))
-        places = range(len(self._states))
+        places = range(self._count)
         return [results[place] for place in places], [states.get(place, {}) for place in places]
 
     def wait_buckets(self) -> list[tuple[Bucket, Reduced]]:

@@ -200,12 +200,12 @@ class Plan:
                     "ltx.sync_gradients on the local gradients."
                 )
 
-    def packed(self, hook: CommHook, bucket: Bucket, tensors: Tensors) -> BucketInput:
-        """The input of `hook`, from a bucket's ``[*gradients, *state tensors]``, packed without in-place operations."""
-        count = len(bucket.members)
-        states = self.states_of(bucket, tensors[count:])
-        flat = pack_pure(tensors[:count], bucket, hook, self.axis.size, states)
-        return self.bucket_input(bucket, flat, states)
+    def packed(
+        self, hook: CommHook, bucket: Bucket, tensors: Tensors, by: Callable[..., Any] = pack_pure
+    ) -> BucketInput:
+        """The input of `hook`, from a bucket's ``[*gradients, *state tensors]``, packed `by` a function."""
+        grads, states = tensors[: len(bucket.members)], self.states_of(bucket, tensors[len(bucket.members) :])
+        return self.bucket_input(bucket, by(grads, bucket, hook, self.axis.size, states), states)
 
     def bucket_input(
         self, bucket: Bucket, flat: torch.Tensor, states: Sequence[LeafState], update: UpdateShared | None = None
@@ -308,17 +308,16 @@ def make_plan(
     operation: str,
     structure: Any,
     *,
-    compare: bool = True,
     background: bool = False,
     grouped: bool = True,
 ) -> Plan:
     """The plan for reducing `tensors`, leaves of a tree of this `structure`, by the form that `hook` has at `step`;
-    ranks compare it when it is new, and take rank 0's `arrival`. `compare`: False inside a graph, where ranks can't
+    ranks compare it when it is new, and take rank 0's `arrival`. `operation`: "" inside a graph, where ranks can't
     wait for each other. `background`: for the background channel. `grouped`: the strategy's groups apply.
     """
     hook = hook.at(step)
     leaves = tuple(map(Leaf._make, map(attrgetter("shape", "dtype", "device"), tensors)))
-    if not compare:  # a plan is for these sizes, which Dynamo makes variables after several models
+    if not operation:  # a plan is for these sizes, which Dynamo makes variables after several models
         leaves = tuple(leaf._replace(shape=torch.Size(map(int, leaf.shape))) for leaf in leaves)
     agreement = None
     key = (operation, owner, hook, leaves, names, structure)  # without the order of arrival, which may differ
@@ -328,7 +327,7 @@ def make_plan(
         text = f"{hook!r} with {states}buckets of {owner.sizes} bytes"
         return comm.Signature.of(operation, paths(), list(tensors), text)
 
-    if compare:
+    if operation:
         channel = "background" if background else "buckets"
         agreement = axis.ranks.confirm(lambda: key, described, lambda: list(arrival()), channel)
         if agreement is not None and agreement.plan is not None:

@@ -65,7 +65,7 @@ def _schedule_in_graph(
 ) -> Schedule:
     strategy, hook, axis = traced.kept(key)
     of = list(paths)
-    plan = make_plan(strategy, hook, axis, tensors, lambda: arrival, names, step, lambda: of, "", None, compare=False)
+    plan = make_plan(strategy, hook, axis, tensors, lambda: arrival, names, step, lambda: of, "", None)
     # Reductions run below all levels of torch.func.
     return schedule_for(replace(plan, clock=None if clock is None else unwrapped(clock)), compiled=True)
 
