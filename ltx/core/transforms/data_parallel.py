@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 
@@ -190,27 +190,20 @@ class DataParallel(StepSettings):
         return sync_gradients(output, self.strategy, axis=self.axis)[0]
 
 
+class _Options(TypedDict, total=False):
+    argnums: int | tuple[int, ...]
+    axis: Any
+    outputs: Literal["local", "mean"]
+    returns: Literal["value", "grads"]
+
+
 @overload
-def data_parallel(
-    step_fn: Step,
-    strategy: Strategy | None = None,
-    *,
-    argnums: int | tuple[int, ...] = 0,
-    axis: Any = None,
-    outputs: Literal["local", "mean"] = "local",
-    returns: Literal["value", "grads"] = "value",
-) -> DataParallel: ...
+def data_parallel(step_fn: Step, strategy: Strategy | None = None, **options: Unpack[_Options]) -> DataParallel: ...
 
 
 @overload
 def data_parallel(
-    step_fn: None = None,
-    strategy: Strategy | None = None,
-    *,
-    argnums: int | tuple[int, ...] = 0,
-    axis: Any = None,
-    outputs: Literal["local", "mean"] = "local",
-    returns: Literal["value", "grads"] = "value",
+    step_fn: None = None, strategy: Strategy | None = None, **options: Unpack[_Options]
 ) -> Callable[[Step], DataParallel]: ...
 
 
@@ -276,11 +269,9 @@ def data_parallel(
     Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.
     """
     chosen = default_strategy() if strategy is None else strategy
-
-    def wrap(fn: Step) -> DataParallel:
-        return DataParallel(fn, chosen, argnums, axis, outputs, returns)
-
-    return wrap if step_fn is None else wrap(step_fn)
+    if step_fn is None:
+        return lambda fn: DataParallel(fn, chosen, argnums, axis, outputs, returns)
+    return DataParallel(step_fn, chosen, argnums, axis, outputs, returns)
 
 
 @dataclass(frozen=True)
