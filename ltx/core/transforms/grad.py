@@ -5,6 +5,7 @@ around the call and only the parameters are differentiated, plain autograd takes
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from operator import attrgetter
 from typing import Any, TypeGuard
 
@@ -21,12 +22,10 @@ from ltx.core.transforms.closure_check import first_hooked, hooked_text, refuse_
 from ltx.core.transforms.data_parallel import DataParallel
 from ltx.core.transforms.functional_call import Calls, own_grad_and_value
 from ltx.core.transforms.plain_autograd import by_buckets, gradients
-from ltx.core.transforms.run import CallOptions, refuse_backward
+from ltx.core.transforms.run import PLAIN_CALL, refuse_backward
 from ltx.core.transforms.sync_state import Synced, SyncState, check_state, states_after
 from ltx.typing import Step, Tree
 
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 Check = Callable[[Any], Any]
 Flat = tuple[list[torch.Tensor], Any]  # leaves and their structure
 
@@ -83,14 +82,12 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
             others = tree.flatten((at_places(args, [argnums], [None]), kwargs))[0]
             if not requires_grad([*flat[0], *others]):
                 options = step.deferred(flat, 0 if sync_state is None else sync_state.checked_step())
-                try:
-                    if options is not None:
-                        return _by_plain_autograd(step, argnums, options, args, kwargs, sync_state, checked_output)
-                    axis = comm.resolve(step.axis)
-                    if axis.size == 1 and not axis.ranks.levels and sync_state is None:
-                        return _alone(step, argnums, flat, args, kwargs, checked_output)
-                except traced.TracedValueError:  # who differentiates that value may do so with the gradients
-                    pass
+                axis = None if options else comm.resolve(step.axis)
+                if axis is None or (axis.size == 1 and not axis.ranks.levels and sync_state is None):
+                    # Who differentiates such a value may do so with the gradients.
+                    with suppress(traced.TracedValueError):
+                        of = flat, options, args, kwargs, sync_state
+                        return _by_plain_autograd(step, argnums, checked_output, *of)
         given: Sequence[Any] = args
         if sync_state is not None:
             if not isinstance(argnums, int):
@@ -147,55 +144,41 @@ def _is_plain(step: Step, argnum: int, args: tuple[Any, ...]) -> TypeGuard[DataP
 
 
 def _by_plain_autograd(
-    step: DataParallel, at: int, options: CallOptions, args: Args, kwargs: Kwargs, state: SyncState | None, check: Check
+    step: DataParallel, at: int, check: Check, flat: Flat, options: Any, args: tuple[Any, ...], named: Any, state: Any
 ) -> Any:
-    """The result of :func:`grad_and_value`'s function, if :func:`_is_plain`. `options`: those of the step's call."""
-    params = args[at]
-    filled = args if state is None else at_places(args, [at], [Synced(params, state)])
-    calls = Calls()
+    """The result of :func:`grad_and_value`'s function, if :func:`_is_plain`. `options`: those of a call that waits for
+    its buckets here; None for a step of one rank, which too may use what torch.func has no rules for. `named`: kwargs.
+    """
+    leaves, spec = flat
+    inputs = [] if options else [x.detach().requires_grad_() for x in leaves]
+    params = args[at] if options else tree.unflatten(spec, inputs)
+    given = params if state is None else Synced(params, state)
+    filled = args if given is args[at] else at_places(args, [at], [given])
+    calls, closes = Calls(), False
     with comm.span("forward"), torch.enable_grad(), watch_for_traced_values(step.fn), calls.recorded():
-        run = step.run(tuple(filled), kwargs, options)
+        before = private.nodes_made()
+        run = step.run(tuple(filled), named, options or PLAIN_CALL)
         output = check(run.value())
-    schedule = run.schedule
-    assert isinstance(schedule, ProcessSchedule)
-    assert run.inputs is not None
-    assert options.flat is not None
-    loss = output[0] if isinstance(output, tuple) else output
-    # If no operation connects the loss to the markers, it has no gradient.
+        if not options:
+            refuse_backward(inputs)
+            try:
+                refuse_captured(step.fn, output, filled, private.nodes_made() - before)
+            except StepError:
+                closes = True  # over variables, whose gradients nobody refuses here
+    loss, schedule = output[0] if isinstance(output, tuple) else output, run.schedule
     with calls.in_pass():
-        grads, states = by_buckets(schedule, [loss] if loss.requires_grad else [], None, run.inputs, False, run.own)
-    value, found = _apart(output), tree.unflatten(options.flat[1], grads)
+        if isinstance(schedule, ProcessSchedule):
+            objective = [loss] if loss.requires_grad else []  # else no operation connects it to the markers
+            grads, states = by_buckets(schedule, objective, None, run.inputs or (), False, run.own)
+        else:
+            grads, states = gradients(loss, inputs, closes, run.own), {}
+    found, value = tree.unflatten(spec, grads), output if closes and torch.is_grad_enabled() else tree.detached(output)
+    # Copies of scalars: a loss that is a parameter itself may be changed in place (loss /= steps).
+    value = tree.map(lambda x: x.clone() if isinstance(x, torch.Tensor) and x.ndim == 0 else x, value)
     if state is None:
         return found, value
+    assert schedule is not None
     return (found, state.advanced(states_after(schedule.plan, states, state.leaves, params))), value
-
-
-def _apart(output: Tree, detached: bool = True) -> Tree:
-    """`output` with copies of scalars: a loss that is a parameter itself may be changed in place (loss /= steps)."""
-    output = tree.detached(output) if detached else output
-    return tree.map(lambda x: x.clone() if isinstance(x, torch.Tensor) and x.ndim == 0 else x, output)
-
-
-def _alone(step: DataParallel, at: int, flat: Flat, args: Args, kwargs: Kwargs, check: Check) -> Any:
-    """As :func:`_by_plain_autograd`, for a step of one rank: it too may use what torch.func has no rules for."""
-    leaves, spec = flat
-    inputs = [x.detach().requires_grad_() for x in leaves]
-    calls = Calls()
-    with torch.enable_grad(), watch_for_traced_values(step.fn), calls.recorded():
-        filled = at_places(args, [at], [tree.unflatten(spec, inputs)])
-        before = private.nodes_made()
-        run = step.run(tuple(filled), kwargs)
-        output = check(run.value())
-        refuse_backward(inputs)
-        total = output[0] if isinstance(output, tuple) else output
-        closes = False
-        try:
-            refuse_captured(step.fn, output, filled, private.nodes_made() - before)
-        except StepError:
-            closes = True  # over variables, whose gradients nobody refuses here
-    with calls.in_pass():
-        grads = tree.unflatten(spec, gradients(total, inputs, closes, run.own))
-    return grads, _apart(output, detached=not (closes and torch.is_grad_enabled()))
 
 
 def _check_differentiable(leaves: list[Any], params: Tree, number: int) -> None:
