@@ -242,15 +242,17 @@ def reduce_at_once(hook: CommHook, axis: Axis, inputs: BucketInput, kind: str = 
     would send, and calls the bucket `kind`; processes' collectives count themselves.
     """
     label = f"{kind} {inputs.bucket.index}"
-    simulated = axis.comm is None and axis.size > 1
-
-    def answer(request: CollectiveRequest) -> torch.Tensor:
-        size = (request.axis or axis).size
-        if simulated and size > 1 and request.buffer.numel():
-            sent = partial(comm.bytes_sent, request.operation, request.buffer, size)
-            comm.note("simulated", request.operation, label, sent, size)
-        return reduction.answer_at_once(request, axis)
-
-    if simulated:
+    if simulated := axis.comm is None and axis.size > 1:
         comm.note_packed(kind, hook, inputs.bucket)
-    return reduction.drive(hook.reduce(inputs), answer)
+    request = reduction.advance(program := hook.reduce(inputs))
+    while isinstance(request, reduction.Request):
+        if isinstance(request, reduction.StartedWork):
+            result = request.wait()
+        else:
+            size = (request.axis or axis).size
+            if simulated and size > 1 and request.buffer.numel():
+                sent = partial(comm.bytes_sent, request.operation, request.buffer, size)
+                comm.note("simulated", request.operation, label, sent, size)
+            result = reduction.answer_at_once(request, axis)
+        request = reduction.advance(program, result)
+    return cast(Reduced, request)

@@ -260,8 +260,10 @@ class BucketInput:
 #: (reduced flat buffer, next states)
 Reduced = tuple[torch.Tensor, Sequence[LeafState]]
 
-#: A generator that yields requests, is sent their results, and returns the reduced buffer and the next states.
+#: A generator that yields requests, is sent their results, and returns the reduced buffer and the next states; or
+#: something else.
 Reduction = Generator[Request, torch.Tensor, Reduced]
+Requests = Generator[Request, torch.Tensor, Any]
 
 
 @dataclass(eq=False)
@@ -285,7 +287,7 @@ class Program:
 ProgramOf = Callable[[Bucket, Sequence[torch.Tensor], Sequence[LeafState]], Program]
 
 
-def advance(program: Generator[Request, torch.Tensor, Any], result: torch.Tensor | None = None) -> Any:
+def advance(program: Requests, result: torch.Tensor | None = None) -> Any:
     """Run `program` up to its next request, or its result. `result` answers the last request; None at the beginning."""
     if type(program) is not GeneratorType and not isinstance(program, Generator):
         raise StrategyError(
@@ -309,18 +311,8 @@ def advance(program: Generator[Request, torch.Tensor, Any], result: torch.Tensor
     return request
 
 
-def drive(program: Reduction, answer: Callable[[CollectiveRequest], torch.Tensor]) -> Reduced:
-    """Run `program` to its end; `answer` gives the result of each request at once."""
-    request = advance(program)
-    while isinstance(request, Request):
-        request = advance(program, request.wait() if isinstance(request, StartedWork) else answer(request))
-    reduced: Reduced = request
-    return reduced
-
-
 def drive_within(
-    program: Generator[Request, torch.Tensor, Any],
-    answer: Callable[[CollectiveRequest], Generator[Request, torch.Tensor, torch.Tensor]],
+    program: Requests, answer: Callable[[CollectiveRequest], Requests]
 ) -> Generator[Any, torch.Tensor, Any]:
     """Run `program` inside another program: `answer` is a generator too, which may yield requests of its own."""
     request = advance(program)
