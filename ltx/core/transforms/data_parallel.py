@@ -24,7 +24,7 @@ from ltx.core.transforms import plain_autograd
 from ltx.core.transforms import run as calls
 from ltx.core.transforms.closure_check import look_at_modules, own_leaves, refuse_captured
 from ltx.core.transforms.compare import check_in_debug, check_params_once, tensors_by_path
-from ltx.core.transforms.functional_call import keep
+from ltx.core.transforms.functional_call import recording_calls
 from ltx.core.transforms.marking import mark, mark_in_graph, marks_on_wire, sync_gradients
 from ltx.core.transforms.run import KIND, PLAIN_CALL, CallOptions, Known, Marked, Run, StepSettings
 from ltx.core.transforms.strategy import Strategy, default_strategy, hook_of_plain, stateful
@@ -124,7 +124,8 @@ class DataParallel(StepSettings):
         else:
             with wire.among.passes.in_forward() if wire and options.step is None else nullcontext():
                 token, before = in_step.set(True), private.nodes_made()
-                keep(given)
+                if (record := recording_calls.get()) is not None:
+                    record.kept.append(given)  # they are there in the backward pass
                 try:
                     look = comm.NOTHING if again else look_at_modules(self.fn, leaves, given)
                     with look as first:

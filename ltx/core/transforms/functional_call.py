@@ -160,7 +160,7 @@ def using(*modules: Any) -> Iterator[None]:
     with ExitStack() as stack:
         for swap in swaps:
             stack.enter_context(swap.in_place())
-        if records and _recorded.get() is None:  # somebody else will run the backward pass
+        if records and recording_calls.get() is None:  # somebody else will run the backward pass
             stack.callback(register_module_forward_hook(watch).remove)
         yield
     for swap in swaps:
@@ -402,7 +402,7 @@ def running_again() -> list[Callable[[], AbstractContextManager[None]]]:
 # --- modules that the backward pass calls again -----------------------------------------------------------------------
 
 #: Where functional calls of this thread are recorded, and the backward passes that repeat them.
-_recorded: ContextVar[Calls | None] = ContextVar("_recorded", default=None)
+recording_calls: ContextVar[Calls | None] = ContextVar("recording_calls", default=None)
 _passes: ContextVar[tuple[Calls, ...]] = ContextVar("_passes", default=())
 
 
@@ -431,11 +431,11 @@ class Calls:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        token = _recorded.set(self)
+        token = recording_calls.set(self)
         try:
             yield
         finally:
-            _recorded.reset(token)
+            recording_calls.reset(token)
 
     @contextmanager
     def in_pass(self, begun: bool = True) -> Iterator[None]:
@@ -557,7 +557,7 @@ def own_grad_and_value(fn: Callable[..., Any], has_aux: bool = False, argnums: A
     def run(*args: Any) -> Any:
         if traced.recording():
             return torch.func.grad_and_value(fn, argnums, has_aux)(*args)
-        calls = Calls(_recorded.get())
+        calls = Calls(recording_calls.get())
 
         def recorded(*args: Any) -> Any:
             with calls.recorded():
@@ -569,12 +569,6 @@ def own_grad_and_value(fn: Callable[..., Any], has_aux: bool = False, argnums: A
             return torch.func.grad_and_value(recorded, argnums, has_aux)(*args)
 
     return run
-
-
-def keep(params: Tree) -> None:
-    """Have a step's parameters there in its backward pass, if it is recorded."""
-    if (calls := _recorded.get()) is not None:
-        calls.kept.append(params)
 
 
 def _record(given: Mapping[str, torch.Tensor], make: Callable[[dict[str, torch.Tensor]], Swap]) -> Calls | None:
@@ -589,14 +583,14 @@ def _record(given: Mapping[str, torch.Tensor], make: Callable[[dict[str, torch.T
         made.gone = {name: at for name, at in found.items() if name not in there}
         return made
 
-    calls = _recorded.get() or Calls()
+    calls = recording_calls.get() or Calls()
     calls.add(swap)
     return calls
 
 
 def _torch_calls(module: Any, parameters_and_buffers: Any, *args: Any, **options: Any) -> Any:
     """torch's function behind torch.func.functional_call, recorded."""
-    if traced.recording() or not (in_step.get() or _recorded.get()):
+    if traced.recording() or not (in_step.get() or recording_calls.get()):
         return _call_of_torch(module, parameters_and_buffers, *args, **options)
     given = dict(parameters_and_buffers)  # torch writes to the other one
     fixed = {name: version_of(x) for name, x in given.items() if not getattr(x, "requires_grad", True)}
