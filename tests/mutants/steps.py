@@ -22,8 +22,8 @@ MUTANTS = (
     Mutant(
         name="transforms: digests aren't compared",
         where="check_leaves",
-        old="if any(differs := [len(set(digests)) > 1 for digests in zip(*by_rank, strict=True)]):",
-        new="if any(differs := [len(set(digests)) > 2 for digests in zip(*by_rank, strict=True)]):",
+        old="if len(set(digests)) > 1]",
+        new="if len(set(digests)) > 2]",
         breaks="two ranks whose parameters differ train on",
         tests=("tests/internal/training/test_replicas.py",),
     ),

@@ -48,10 +48,22 @@ def tensors_by_path(value: Tree) -> list[tuple[str, torch.Tensor]]:
 
 def check_leaves(axis: Axis, leaves: Leaves, fix: str, said: comm.Signature | str = "check_replicas") -> None:
     """Raise ReplicaDivergedError on every rank unless `leaves` are the same on all; `fix` says what to do."""
-    by_rank = digests_by_rank(axis, leaves, said)
-    if any(differs := [len(set(digests)) > 1 for digests in zip(*by_rank, strict=True)]):
-        those = [[x for x, differ in zip(digests, differs, strict=True) if differ] for digests in by_rank]
-        raise _diverged(axis.name, [leaf for leaf, differ in zip(leaves, differs, strict=True) if differ], those, fix)
+    every = digests_by_rank(axis, leaves, said)
+    differ = [place for place, digests in enumerate(zip(*every, strict=True)) if len(set(digests)) > 1]
+    if not differ:
+        return
+    first, size = [digests[differ[0]] for digests in every], len(every)
+    most, count = Counter(first).most_common(1)[0]  # of equally frequent values, this takes the one of the lowest rank
+    odd, right = [rank for rank in range(size) if first[rank] != most], first.index(most)
+    path, leaf = leaves[differ[0]]
+    those = f"rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd[:8]))}{', ...' if len(odd) > 8 else ''}"
+    than = f"what {count} of {size} ranks have" if 2 * count > size else f"rank {right} (no value has a majority)"
+    names = ", ".join(repr(leaves[place][0]) for place in differ[1:8])
+    more = f" So do {len(differ) - 1} more: {names}{', ...' if len(differ) > 8 else '.'}" if len(differ) > 1 else ""
+    raise ReplicaDivergedError(
+        f"axis {axis.name!r}: leaf {path!r} ({tree.describe(leaf)}) should be the same on every rank, and differs on "
+        f"{those} from {than}.{more} {fix.format(right=right)}"
+    )
 
 
 def digests_by_rank(axis: Axis, leaves: Leaves, said: comm.Signature | str = "check_replicas") -> list[list[str]]:
@@ -64,23 +76,6 @@ def digests_by_rank(axis: Axis, leaves: Leaves, said: comm.Signature | str = "ch
             lambda mine, apart: [digest(values(x)) if differs else "" for x, differs in zip(mine, apart, strict=True)],
             tensors,
         )
-
-
-def _diverged(axis_name: str, leaves: Leaves, by_rank: Sequence[Sequence[str]], fix: str) -> ReplicaDivergedError:
-    """The error for `leaves` that differ among ranks, by the ranks' digests; `fix` says what to do."""
-    size = len(by_rank)
-    first = [digests[0] for digests in by_rank]
-    most, count = Counter(first).most_common(1)[0]  # of equally frequent values, this takes the one of the lowest rank
-    odd, right = [rank for rank in range(size) if first[rank] != most], first.index(most)
-    path, leaf = leaves[0]
-    those = f"rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd[:8]))}{', ...' if len(odd) > 8 else ''}"
-    than = f"what {count} of {size} ranks have" if 2 * count > size else f"rank {right} (no value has a majority)"
-    names = ", ".join(repr(path) for path, _ in leaves[1:8])
-    more = f" So do {len(leaves) - 1} more: {names}{', ...' if len(leaves) > 8 else '.'}" if len(leaves) > 1 else ""
-    return ReplicaDivergedError(
-        f"axis {axis_name!r}: leaf {path!r} ({tree.describe(leaf)}) should be the same on every rank, and differs on "
-        f"{those} from {than}.{more} {fix.format(right=right)}"
-    )
 
 
 _COLUMNS = 512
