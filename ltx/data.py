@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -250,37 +250,30 @@ def _turns(iterable: Iterable[Any], axis: Axis, divisor: str, stop: str) -> Iter
             return
         if begins and _DONE in states:
             like = ltx.broadcast_object(last, states.index(_HAS_DATA), axis)
-            if state == _DONE:  # of the devices of that kind this process has its own
-                last = tree.map(
-                    lambda x: replace(x, device=torch.device(x.device.type)) if isinstance(x, _Blank) else x, like
-                )
+            if state == _DONE:
+                last = tree.map(lambda x: x.here() if isinstance(x, _Blank) else x, like)
         begins = False
         if state == _HAS_DATA:
             yield batch, _weight(len(states) / states.count(_HAS_DATA) if divisor == "data" else 1.0)
         else:
-            yield tree.map(lambda x: x.zeros() if isinstance(x, _Blank) else x, last), _weight(0.0)
+            yield tree.map(lambda x: x() if isinstance(x, _Blank) else x, last), _weight(0.0)
         del batch  # free the batch before the next one is made
 
 
-@dataclass(frozen=True)
-class _Blank:
-    """The properties of a tensor of an earlier batch, which is no longer kept."""
+class _Blank(partial[torch.Tensor]):
+    """Makes zeros like a tensor of an earlier batch, which is no longer kept."""
 
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    layout: torch.layout
-
-    @staticmethod
-    def of(leaf: Any) -> Any:
+    @classmethod
+    def of(cls, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if leaf.is_nested:
             raise UnsupportedError("uneven: nested tensors have no placeholder. Pad them, or pass a list of tensors.")
-        return _Blank(leaf.shape, leaf.dtype, leaf.device, leaf.layout)
+        return cls(torch.zeros, leaf.shape, dtype=leaf.dtype, device=leaf.device, layout=leaf.layout)
 
-    def zeros(self) -> torch.Tensor:
-        return torch.zeros(self.shape, dtype=self.dtype, device=self.device, layout=self.layout)
+    def here(self) -> _Blank:
+        """On this process' own device of that kind."""
+        return _Blank(self, device=torch.device(self.keywords["device"].type))
 
 
 def _text(error: BaseException | None) -> str:

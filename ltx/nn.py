@@ -24,8 +24,6 @@ from ltx.extend import arguments, brief, buffers, collectives, recording, tree, 
 
 __all__ = ["SyncBatchNorm", "convert_sync_batch_norm", "sync_batch_norm"]
 
-Normed = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-
 
 @arguments.checked("x", "running_mean", "running_var", "weight", "bias", "training", "eps")
 def sync_batch_norm(
@@ -39,7 +37,7 @@ def sync_batch_norm(
     momentum: float | torch.Tensor = 0.1,
     eps: float = 1e-5,
     axis: Any = None,
-) -> Normed:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """``torch.nn.functional.batch_norm`` over the batches of all ranks, as a pure function.
 
     Every value has the same weight: batches may differ in size between ranks, and some may be empty. The forward pass
@@ -113,7 +111,8 @@ def sync_batch_norm(
         else:
             y = _normalised(eps, x, running_mean.detach(), running_var.detach(), weight, bias)
         return y, running_mean, running_var
-    if kernels and not isinstance(momentum, torch.Tensor) and _alone(axis):
+    transformed = recording() or torch._C._are_functorch_transforms_active()  # torch's kernels can't update statistics
+    if kernels and not transformed and not isinstance(momentum, torch.Tensor) and ltx.axis_size(axis) == 1:
         _check_count(_values(x))
         moved, var = (None if t is None else t.detach().clone() for t in (running_mean, running_var))
         return nn.functional.batch_norm(x, moved, var, weight, bias, True, momentum, eps), moved, var
@@ -130,11 +129,6 @@ def _kernels_take(x: torch.Tensor, *terms: torch.Tensor | None) -> bool:
     """Whether torch's kernels accept these dtypes together."""
     dtypes = {t.dtype for t in terms if t is not None}
     return len(dtypes) < 2 and dtypes <= {x.dtype, collectives.wide(x.dtype)}
-
-
-def _alone(axis: Any) -> bool:
-    """Whether the axis has one rank, and no transform is active, in which torch's kernels can't update statistics."""
-    return not recording() and not torch._C._are_functorch_transforms_active() and ltx.axis_size(axis) == 1
 
 
 def _normalised(eps: float, x: torch.Tensor, *terms: torch.Tensor | None) -> torch.Tensor:
@@ -300,9 +294,6 @@ class SyncBatchNormAct(SyncBatchNorm):
         return cast(torch.Tensor, act(drop(super().forward(x))))
 
 
-_CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, SyncBatchNorm)
-
-
 def convert_sync_batch_norm(module: nn.Module, axis: Any = None) -> nn.Module:
     """A copy of a module in which every batch norm takes its statistics from all ranks.
 
@@ -356,8 +347,7 @@ def convert_sync_batch_norm(module: nn.Module, axis: Any = None) -> nn.Module:
     same = [norm[name] for norm in norms for name in ("axis", "process_group") if norm.get(name) is not None]
     copied = copy.deepcopy(module, {id(value): value for value in same})
     for part in copied.modules():
-        into = _made_into(part)
-        if into is not None:
+        if (into := _made_into(part)) is not None:
             kept = part.axis if isinstance(part, SyncBatchNorm) else None
             if _is_class_forward(part):
                 del part.forward  # the attribute holds the forward of the old class
@@ -376,7 +366,7 @@ def _is_class_forward(part: nn.Module) -> bool:
 
 def _made_into(part: nn.Module) -> type[SyncBatchNorm] | None:
     """The class that a batch norm is converted to; None if `part` isn't a batch norm, or of an unknown class."""
-    if type(part) in _CONVERTED:
+    if type(part) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, SyncBatchNorm):
         return SyncBatchNorm
     if isinstance(part, SyncBatchNormAct):
         return type(part)
