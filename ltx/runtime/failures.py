@@ -83,7 +83,7 @@ def failure_error(
 ) -> WorkerError:
     """The error for a run of `name` on `ranks` of `size`: the first failure in full, the other ranks in one line.
 
-    `answers` are those of :func:`ltx.runtime.worker_group.collect`. `kept`: whether the workers still run; None if the
+    `answers` are those of ``WorkerGroup.collect``. `kept`: whether the workers still run; None if the
     caller doesn't keep workers, so that nothing is said about them.
     """
     after = "" if kept is None else what_became_of_workers(kept)

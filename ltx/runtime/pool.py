@@ -26,7 +26,7 @@ from ltx.runtime.launchers import POOL_VARIABLE
 from ltx.runtime.messages import Call, Failure, Message, Result, pack, pack_call
 from ltx.runtime.per_rank import PerRank
 from ltx.runtime.worker import StartMethod, starter
-from ltx.runtime.worker_group import WorkerGroup, collect
+from ltx.runtime.worker_group import GRACE_S, WorkerGroup
 from ltx.strategies import Strategy
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ class Pool:
         self._start_timeout_s = seconds("ltx.Pool: start_timeout_s", start_timeout_s)
         self._timeout_s = None if timeout_s is None else seconds("ltx.Pool: timeout_s", timeout_s)
         self._threads = whole("ltx.Pool: threads", threads, 1)
-        self._grace_s = None if grace_s is None else seconds("ltx.Pool: grace_s", grace_s, zero=True)
+        self._grace_s = GRACE_S if grace_s is None else seconds("ltx.Pool: grace_s", grace_s, zero=True)
         self._show_output = "IPython" in sys.modules if show_output is None else show_output
         self._lock = threading.Lock()
         self._closed = False
@@ -172,7 +172,7 @@ class Pool:
         workers = self._ready()
         kept, kinds = False, set[type]()
         try:
-            answers = collect(workers, self._calls, call, ranks, name, limit_s, self._grace_s)
+            answers = workers.collect(self._calls, call, ranks, name, limit_s, self._grace_s)
             kept = all(isinstance(answers.get(rank), Result | Failure) for rank in ranks)
             kinds = {type(answers.get(rank)) for rank in ranks}
             # Where all ranks have raised and sent nothing, as for a typo, their world is as it was.
@@ -277,7 +277,7 @@ def launch(
     with closing(call):
         workers = WorkerGroup(nprocs, starter(method, nprocs, threads, handed), threads, _START_TIMEOUT_S)
         try:
-            answers = collect(workers, 1, call, range(nprocs), name_of(fn), limit_s)
+            answers = workers.collect(1, call, range(nprocs), name_of(fn), limit_s, GRACE_S)
             complete = all(isinstance(answers.get(rank), Result) for rank in range(nprocs))
             if complete:
                 workers.stop()

@@ -56,7 +56,7 @@ class WorkerGroup:
         self._connections: list[Connection] = []
         self._output = Output(size)
         theirs = (os.getpid(), self._processes, self._connections, self._output)
-        self._end = weakref.finalize(self, _end, *theirs, _STOP_GRACE_S)
+        self._end = weakref.finalize(self, _end, *theirs, grace_s=_STOP_GRACE_S)
         try:
             for rank in range(size):
                 self._spawn(rank, start, threads, shows_output)
@@ -137,9 +137,9 @@ class WorkerGroup:
         self._end()
 
     def kill(self) -> None:
-        if self.is_ours:
-            self._end.detach()
-            _end(os.getpid(), self._processes, self._connections, self._output, 0.0)
+        ending: Any = self._end.detach()
+        if ending is not None:
+            ending[1](*ending[2], grace_s=0.0)
 
     def _spawn(self, rank: int, start: Starter, threads: int, shows_output: bool) -> None:
         ours, theirs = Pipe()
@@ -208,16 +208,94 @@ class WorkerGroup:
                     says_more = f"What it wrote to stderr says more; `{sys.executable} -c 'import ltx'` should work."
                     raise WorkerError(f"{who} {message} when it was to {to}. {says_more}")
 
+    def collect(
+        self, number: int, call: Message, ranks: Sequence[int], name: str, limit_s: float | None, grace_s: float
+    ) -> dict[int, Any]:
+        """Send call `number` to `ranks` and gather the answers: a Result, a Failure, or how a process ended, in words.
 
-def _end(owner: int, processes: list[Process], connections: list[Connection], output: Output, grace_s: float) -> None:
+        The first failure, the time limit and an interrupt end the waiting: ranks that are still busy are asked to give
+        up, and get some time to say where they were. A rank that doesn't give up has no answer, or an At, which says
+        where it is. A KeyboardInterrupt becomes a CallInterruptedError, whose ``kept`` says whether all have given up.
+        """
+        answers, asked = dict[int, Any](), set[int]()
+        try:
+            for rank in ranks:  # an interrupt may come before all have got the call: `asked` has those that got it
+                asked.add(rank)
+                if not self.send(rank, call):  # a rank that ends later is noticed below
+                    answers[rank] = messages.Idle(self.exit_text(rank))
+            waiting = asked - answers.keys()
+            end = float("inf") if limit_s is None else time.monotonic() + limit_s
+            end = min(end, time.monotonic() + PATIENCE_S) if answers else end
+            self._wait(number, waiting, answers, end, PATIENCE_S)
+            self._give_up(number, waiting, answers, grace_s)
+            return answers
+        except KeyboardInterrupt:
+            waiting = asked - answers.keys()
+            with suppress(KeyboardInterrupt):  # a second interrupt ends the patience
+                self._give_up(number, waiting, answers, grace_s)
+            kept = all(isinstance(answers.get(rank), Result | Failure) for rank in asked)
+            places = "; ".join(f"rank {rank} {told_where(answers.get(rank))}" for rank in sorted(asked))
+            raise CallInterruptedError(f"{name} was interrupted: {places}.", kept) from None
+
+    def _give_up(self, number: int, waiting: set[int], answers: dict[int, Any], grace_s: float) -> None:
+        """Ask the ranks in `waiting` to give call `number` up, and wait until they have, at most `grace_s`.
+
+        The driver warns that workers may be lost as soon as a worker says that it can't give up, or has been silent for
+        half of `grace_s`. No earlier, since on a busy machine workers only need a while.
+        """
+        for rank in waiting:
+            self.send(rank, pack(messages.Cancel(number)))
+        now = time.monotonic()
+        end, silent, told = now + grace_s, now + max(1.0, grace_s / 2), False
+        while waiting and (now := time.monotonic()) < end:
+            self._wait(number, waiting, answers, min(end, now + _TELL_S))
+            said = {rank: answers.get(rank) for rank in sorted(waiting)}
+            deaf = [r for r, at in said.items() if (now > silent if at is None else at.raised is not None)]
+            if deaf and not told:
+                told = True
+                print(
+                    f"ltx: {'; '.join(f'rank {rank} {told_where(said[rank])}' for rank in deaf)}. Unless they end "
+                    f"within {end - time.monotonic():.0f} s, all workers end, and what they keep is lost: see "
+                    "ltx.Pool(grace_s=).",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    def _wait(
+        self, number: int, waiting: set[int], answers: dict[int, Any], end: float, patience_s: float = float("inf")
+    ) -> None:
+        """Gather answers until none is `waiting`, `end`, or `patience_s` after a failure; tell the idle of it."""
+        tell_at = time.monotonic() + _BUSY_S
+        told: set[int] = set()
+        try:
+            while waiting and (now := time.monotonic()) < end:
+                came = self.receive(waiting, max(0.0, min(end, tell_at) - now))
+                answers.update(came)
+                if came:
+                    tell_at = time.monotonic() + _BUSY_S
+                elif time.monotonic() >= tell_at:
+                    tell_at = float("inf")
+                    told = {*range(self.size)} - waiting
+                    for rank in told:
+                        self.send(rank, pack(messages.Others(number)))
+                done = {rank: answer for rank, answer in came.items() if not isinstance(answer, messages.At)}
+                waiting.difference_update(done)
+                if not all(isinstance(answer, Result) for answer in done.values()):
+                    end = min(end, time.monotonic() + patience_s)
+        finally:  # an interrupt may end the wait
+            for rank in told:
+                self.send(rank, pack(messages.Others(0)))
+
+
+def _end(owner: int, processes: list[Process], ends: list[Connection], output: Output, grace_s: float) -> None:
     """Stop the workers, kill those that are left after `grace_s`, and wait for all of them to be gone."""
     if os.getpid() != owner:  # a fork of the driver mustn't end the workers, which aren't its children
         return
     deadline = time.monotonic() + grace_s
     try:
-        for connection in connections if grace_s else ():
+        for end in ends if grace_s else ():
             with suppress(OSError):
-                pack(messages.Stop()).send(connection)
+                pack(messages.Stop()).send(end)
         for process in processes if grace_s else ():
             process.ended(max(0.0, deadline - time.monotonic()))
     finally:
@@ -225,102 +303,10 @@ def _end(owner: int, processes: list[Process], connections: list[Connection], ou
             process.kill()  # does nothing if the process has ended
         for process in processes:
             process.ended(None)
-        for connection in connections:
-            connection.close()
+        for end in ends:
+            end.close()
         output.show(finish=True)
         output.close()
-
-
-def collect(
-    workers: WorkerGroup,
-    number: int,
-    call: Message,
-    ranks: Sequence[int],
-    name: str,
-    limit_s: float | None,
-    grace_s: float | None = None,
-) -> dict[int, Any]:
-    """Send call `number` to `ranks` and gather the answers: a Result, a Failure, or how a process ended, in words.
-
-    The first failure, the time limit and an interrupt end the waiting: ranks that are still busy are asked to give up,
-    and get some time to say where they were. A rank that doesn't give up has no answer, or an At, which says where it
-    is. A KeyboardInterrupt becomes a CallInterruptedError, whose ``kept`` says whether all ranks have given up.
-    """
-    answers, asked = dict[int, Any](), set[int]()
-    grace_s = GRACE_S if grace_s is None else grace_s
-    try:
-        for rank in ranks:  # an interrupt may come before the call was sent to all ranks: `asked` has those that got it
-            asked.add(rank)
-            if not workers.send(rank, call):  # a rank that ends later is noticed below
-                answers[rank] = messages.Idle(workers.exit_text(rank))
-        waiting = asked - answers.keys()
-        end = float("inf") if limit_s is None else time.monotonic() + limit_s
-        end = min(end, time.monotonic() + PATIENCE_S) if answers else end
-        _wait(workers, waiting, answers, end, PATIENCE_S, number)
-        _give_up(workers, number, waiting, answers, grace_s)
-        return answers
-    except KeyboardInterrupt:
-        waiting = asked - answers.keys()
-        with suppress(KeyboardInterrupt):  # a second interrupt ends the patience
-            _give_up(workers, number, waiting, answers, grace_s)
-        kept = all(isinstance(answers.get(rank), Result | Failure) for rank in asked)
-        places = "; ".join(f"rank {rank} {told_where(answers.get(rank))}" for rank in sorted(asked))
-        raise CallInterruptedError(f"{name} was interrupted: {places}.", kept) from None
-
-
-def _give_up(workers: WorkerGroup, number: int, waiting: set[int], answers: dict[int, Any], grace_s: float) -> None:
-    """Ask the ranks in `waiting` to give call `number` up, and wait until they have, at most `grace_s`.
-
-    The driver warns that workers may be lost as soon as a worker says that it can't give up, or has been silent for
-    half of `grace_s`. No earlier, since on a busy machine workers only need a while.
-    """
-    for rank in waiting:
-        workers.send(rank, pack(messages.Cancel(number)))
-    now = time.monotonic()
-    end, silent, told = now + grace_s, now + max(1.0, grace_s / 2), False
-    while waiting and (now := time.monotonic()) < end:
-        _wait(workers, waiting, answers, min(end, now + _TELL_S))
-        said = {rank: answers.get(rank) for rank in sorted(waiting)}
-        deaf = [r for r, at in said.items() if (now > silent if at is None else at.raised is not None)]
-        if deaf and not told:
-            told = True
-            print(
-                f"ltx: {'; '.join(f'rank {rank} {told_where(said[rank])}' for rank in deaf)}. Unless they end within "
-                f"{end - time.monotonic():.0f} s, all workers end, and what they keep is lost: see ltx.Pool(grace_s=).",
-                file=sys.stderr,
-                flush=True,
-            )
-
-
-def _wait(
-    workers: WorkerGroup,
-    waiting: set[int],
-    answers: dict[int, Any],
-    end: float,
-    patience_s: float = float("inf"),
-    number: int | None = None,
-) -> None:
-    """Gather answers until none is `waiting`, `end`, or `patience_s` after a failure; tell the idle of long calls."""
-    tell_at = float("inf") if number is None else time.monotonic() + _BUSY_S
-    told: set[int] = set()
-    try:
-        while waiting and (now := time.monotonic()) < end:
-            came = workers.receive(waiting, max(0.0, min(end, tell_at) - now))
-            answers.update(came)
-            if came and number is not None:
-                tell_at = time.monotonic() + _BUSY_S
-            elif time.monotonic() >= tell_at:
-                tell_at = float("inf")
-                told = {*range(workers.size)} - waiting
-                for rank in told:
-                    workers.send(rank, pack(messages.Others(number or 0)))
-            done = {rank: answer for rank, answer in came.items() if not isinstance(answer, messages.At)}
-            waiting.difference_update(done)
-            if not all(isinstance(answer, Result) for answer in done.values()):
-                end = min(end, time.monotonic() + patience_s)
-    finally:  # an interrupt may end the wait
-        for rank in told:
-            workers.send(rank, pack(messages.Others(0)))
 
 
 def open_pipe() -> tuple[int, int]:
@@ -392,8 +378,6 @@ class Output:
             chunk = os.read(fd, _PIPE_BYTES)
         except BlockingIOError:
             return b""
-        except OSError:
-            chunk = b""
         if not chunk:  # an empty read means that the process has closed the pipe
             self._close(fd)
         return chunk
@@ -406,4 +390,3 @@ class Output:
     def close(self) -> None:
         for fd in list(self.sources):
             self._close(fd)
-        self._begun.clear()

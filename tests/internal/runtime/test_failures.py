@@ -106,16 +106,16 @@ def test_what_comes_of_a_peers_failure_is_not_the_first_even_if_it_came_first() 
 
 
 def test_an_interrupt_while_others_give_up_interrupts_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Group:
+    class Group(worker_group.WorkerGroup):
         """Two workers: one fails, and the user interrupts the wait for the other, twice."""
 
         answers: ClassVar[list[dict[int, Any]]] = [{0: Failure("ValueError", "", "", 0.0)}]
 
+        def __init__(self) -> None:
+            self.size = 2
+
         def send(self, *_: Any) -> bool:
             return True
-
-        def cancel(self, *_: Any) -> None:
-            pass
 
         def receive(self, *_: Any) -> dict[int, Any]:
             if not self.answers:
@@ -124,7 +124,7 @@ def test_an_interrupt_while_others_give_up_interrupts_the_call(monkeypatch: pyte
 
     monkeypatch.setattr(worker_group, "PATIENCE_S", 0.0)
     with pytest.raises(CallInterruptedError, match=r"f was interrupted: .*in code that Python") as caught:
-        worker_group.collect(Group(), 1, pack(None), [0, 1], "f", None)  # type: ignore[arg-type]
+        Group().collect(1, pack(None), [0, 1], "f", None, 3.0)
     assert not caught.value.kept
 
 
