@@ -33,12 +33,6 @@ def load_ipython_extension(ipython: Any) -> None:
         ipython.register_magics(LtxMagics)
 
 
-_SHARED = (
-    "%%ltx: {0!r} and {1!r} share a {2}, and {1!r} came to the workers in an earlier cell: {0!r} would have a copy of "
-    "its own. Make {0!r} in the cell, of the workers' {1!r}; or bring the notebook's together: `%%ltx --in {1},{0}`."
-)
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
         raise UsageError(f"%%ltx: {message}\n{self.format_usage()}")
@@ -135,8 +129,14 @@ class LtxMagics(Magics):
             raise
         if asked.out is not None:
             self.shell.user_ns[asked.out] = PerRank(values)
-        else:
-            _show(dict(zip(ranks, values, strict=True)), size)
+            return
+        shown: dict[int | None, Display] = {
+            r: value for r, value in zip(ranks, values, strict=True) if value is not None
+        }
+        if len(shown) == size and len({str(value) for value in shown.values()}) == 1:
+            shown = {None: next(iter(shown.values()))}  # only once, as all look the same
+        for rank, value in shown.items():
+            value.shown(rank, size, {})
 
     def _given(self, forced: list[str], used: set[str], assigned: set[str], asks: Any) -> dict[str, tuple[str, Any]]:
         """What a cell brings along for the names `forced`, and for those `used` that a worker lacks, with digests.
@@ -168,7 +168,11 @@ class LtxMagics(Magics):
         for name, other in product(given, self._parts.keys() - given.keys() if asks else ()):
             both = [self._parts[other][key]() for key in parts[name].keys() & self._parts[other].keys()]
             if any(part is not None for part in both) and any(there.keys() for there in asks([other])):
-                raise UsageError(_SHARED.format(name, other, type(both[0]).__name__))
+                raise UsageError(
+                    f"%%ltx: {name!r} and {other!r} share a {type(both[0]).__name__}, and {other!r} came to the "
+                    f"workers in an earlier cell: {name!r} would have a copy of its own. Make {name!r} in the cell, of "
+                    f"the workers' {other!r}; or bring the notebook's together: `%%ltx --in {other},{name}`."
+                )
         self._parts = {**(self._parts if asks else {}), **parts}
         return given
 
@@ -202,12 +206,3 @@ class LtxMagics(Magics):
                 f"{error}\n\n{name!r} is defined in the notebook, not on the workers. A cell brings the names that it "
                 f"uses, but none that it assigns, or that only a magic or a string has: `%%ltx --in {name}` sends it.",
             )
-
-
-def _show(values: dict[int, Display | None], size: int) -> None:
-    """Show the display of each rank's value; only once if all look the same."""
-    shown: dict[int | None, Display] = {rank: value for rank, value in values.items() if value is not None}
-    if len(shown) == size and len({str(value) for value in shown.values()}) == 1:
-        shown = {None: next(iter(shown.values()))}
-    for rank, value in shown.items():
-        value.shown(rank, size, {})

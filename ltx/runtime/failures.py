@@ -71,11 +71,12 @@ def exit_text(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name if -code in set(signal.Signals) else -code}"
 
 
-def what_became_of_workers(kept: bool) -> str:
-    """A sentence that says whether the workers still run after a call that failed or was interrupted."""
-    if kept:
-        return "The workers keep their state, and the next run begins with a new world."
-    return "The workers were ended, with what they had kept; the next run starts new ones."
+#: What became of the workers in a call that failed or was interrupted, by whether it kept them.
+OF_WORKERS = {
+    True: "The workers keep their state, and the next run begins with a new world.",
+    False: "The workers were ended, with what they had kept; the next run starts new ones.",
+    None: "",
+}
 
 
 def failure_error(
@@ -86,7 +87,6 @@ def failure_error(
     `answers` are those of ``WorkerGroup.collect``. `kept`: whether the workers still run; None if the
     caller doesn't keep workers, so that nothing is said about them.
     """
-    after = "" if kept is None else what_became_of_workers(kept)
     # The first failure is the cause. A process that ended comes before exceptions, which its peers raise because of
     # it; errors in CONSEQUENCES come last; a rank that gave up because it was asked to isn't a cause.
     silent = [rank for rank in ranks if isinstance(answers.get(rank), At | None)]
@@ -101,7 +101,7 @@ def failure_error(
             + (f", while it returned on {done}" if done else "")
             + f": {'; '.join(f'rank {rank} {told_where(answers.get(rank))}' for rank in late)}. A rank that waits in a "
             "collective waits for one that doesn't take part. Give a longer timeout if the ranks only need more time."
-            + f" {after}".rstrip()
+            + f" {OF_WORKERS[kept]}".rstrip()
         )
     told_s = {r: (a.type_name in CONSEQUENCES, a.at_s) for r, a in failed.items() if isinstance(a, Failure)}
     first = min(genuine, key=lambda rank: (*told_s.get(rank, (False, 0.0)), rank))
@@ -109,7 +109,7 @@ def failure_error(
     others = [f"rank {r} {told_where(answers.get(r), asked=False)}" for r in (*sorted(failed), *silent) if r != first]
     rest = f"\nOther ranks: {'; '.join(others)}." if others else ""
     if kept is False:
-        rest += f"\n{after}"
+        rest += f"\n{OF_WORKERS[kept]}"
     error = CallFailedError()
     error.rank = first
     if isinstance(answer, str):

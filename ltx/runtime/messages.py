@@ -3,21 +3,13 @@
 The driver sends one :class:`Setup`, then calls; the worker answers each with a :class:`Result` or a :class:`Failure`.
 Meanwhile it may send things to show: objects with a method ``shown(rank, size, drawn)``, see :mod:`ltx.runtime.show`.
 
-A message is pickles and the buffers that belong to them: the storages of tensors, the memory of arrays. Up to
-:data:`INLINE_BYTES` of buffers are written to the socket. Larger buffers are written once into anonymous shared memory
-(``memfd_create``: no name, no file, freed with its last user), and the socket carries its handle. The receiver maps
-that memory copy on write: the buffers are its own, and cost no copy until they are written to. So few bytes go through
-the socket that sending never blocks, even if the receiver has been stopped.
+A message is pickles and their buffers: the memory of tensors and arrays. What is larger than :data:`INLINE_BYTES` goes
+through anonymous shared memory (``memfd_create``: no file, freed with its last user), which the receiver maps copy on
+write. So few bytes go through the socket that sending never blocks, even if the receiver has been stopped.
 
-Only the two ends of an anonymous pair of sockets exchange messages, so bytes of other processes are never unpickled.
-
-Functions and classes are sent by value (cloudpickle) if they belong to the called function's own module, which a
-notebook or an editor may have changed since a worker imported it, or to a module that the workers can't import. Those
-of all other modules are imported by the workers. Functions of notebook cells are in no file: their source is sent too,
-so that tracebacks on workers show its lines.
-
-A worker runs the newest version of whatever is sent by value. Modules that workers import, those of a project, are
-reloaded by :class:`Modules` after an edit, so that workers and driver run the same code.
+Functions and classes are sent by value (cloudpickle) if they belong to the called function's own module, which may have
+changed since a worker imported it, or to a module that the workers can't import. Others are imported by the workers,
+and reloaded by :class:`Modules` after an edit. Of cells the source is sent too, for tracebacks.
 """
 
 from __future__ import annotations
@@ -60,7 +52,6 @@ class Setup(NamedTuple):
     """The settings that a worker takes over from the driver before its first call."""
 
     search_path: list[str]
-    threads: int
     shows_output: bool
     in_notebook: bool
 
@@ -76,11 +67,10 @@ class Ready:
 
 
 class Call(NamedTuple):
-    """Do a call. The function, ``(args, kwargs)`` and the sources of cells follow in the same message."""
+    """Do a call. The function, ``(args, kwargs)`` and sources of cells follow in the message, but for a fork."""
 
     number: int
     search_path: Sequence[str] = ()  # the driver's ``sys.path`` at the call
-    inherited: bool = False  # the worker is a fork, which has the function already: nothing follows
 
 
 class Cancel(NamedTuple):
@@ -138,20 +128,16 @@ class Failure(NamedTuple):
 
 INLINE_BYTES = 1 << 16  #: a message whose buffers have more bytes than this sends them through shared memory
 _ALIGNMENT = 64
-_MAY_SHARE = hasattr(os, "memfd_create")
 
 
 class Message:
-    """Pickled objects, and buffers with the memory of their tensors and arrays. It can be sent more than once.
-
-    Shared memory is allocated here: its lack is an OSError, which :meth:`send` raises only if the other end is gone.
-    """
+    """Pickled objects and their buffers; it can be sent more than once. OSError: there is no shared memory left."""
 
     def __init__(self, pickled: bytes, buffers: Sequence[memoryview] = ()):
         self.pickled = pickled
         self._views = [*buffers, memoryview(pickled)]
-        through_memory = _MAY_SHARE and sum(view.nbytes for view in self._views) > INLINE_BYTES
-        self._shared = _written(self._views) if through_memory else None
+        large = sum(view.nbytes for view in self._views) > INLINE_BYTES
+        self._shared = _written(self._views) if large and hasattr(os, "memfd_create") else None
 
     def send(self, connection: Connection) -> None:
         """Write the message to `connection`. Raises OSError if the other end is closed."""
@@ -168,7 +154,7 @@ class Message:
 
 
 def pack(value: Any) -> Message:
-    """`value` as a message. Functions and classes of ``__main__`` are sent by value (cloudpickle)."""
+    """`value` as a message."""
     pickler = Pickler()
     pickler.dump(value)
     return pickler.message()
@@ -221,7 +207,7 @@ class Pickler(TensorPickler):
             flat: Any = torch.empty(0, dtype=torch.uint8, device="cpu").set_(obj)
             return _storage, (pickle.PickleBuffer(flat.numpy()),)
         if isinstance(obj, _Main):
-            return _main, ()
+            return vars, (sys.modules["__main__"],)
         if isinstance(obj, FunctionType) and obj.__globals__ is self._main and obj.__module__ == "__main__":
             self.uses |= names_in(obj.__code__)[0]
             self.globals_ref[id(self._main)] = _Main()
@@ -246,11 +232,7 @@ class Pickler(TensorPickler):
 
 
 class _Main(dict[str, Any]):
-    """The globals of a notebook's functions."""
-
-
-def _main() -> dict[str, Any]:
-    return vars(sys.modules["__main__"])
+    """The globals of a notebook's functions: on a worker its own ``__main__``'s."""
 
 
 def _storage(buffer: Any) -> torch.UntypedStorage:
@@ -365,10 +347,9 @@ _SENT = "ltx_call_"  #: the prefix of the names of these new modules
 
 
 def _new_globals(number: int, said: dict[str, Any]) -> dict[str, Any]:
-    """The globals of a new module for the functions that call `number` sends; `said` are the globals' module names.
+    """The globals of a new module, of a name of its own, for the functions that call `number` sends from one module.
 
-    torch.compile looks for a function's globals in the module that they name. In the worker's own module of that name
-    it would find other globals or none, so the new module has a name of its own. Modules of earlier calls are deleted.
+    torch.compile looks for a function's globals in the module that they name: in the worker's own it would find others.
     """
     mine = f"{_SENT}{number}_"
     for other in [other for other in sys.modules if other.startswith(_SENT) and not other.startswith(mine)]:
@@ -457,10 +438,8 @@ class Modules:
             self._stamps[name] = _stamp(file) if file.endswith(".py") and not is_installed(file) else None
 
     def refresh(self) -> None:
-        """Reload modules whose files have changed; other modules then hold their new functions and classes.
-
-        Other values that a module has imported from an edited one, such as a number, stay old until that module is
-        edited too. Raises WorkerError if a module can't be reloaded: it stays as it was until the next call's attempt.
+        """Reload modules whose files have changed. Other modules then hold their new functions and classes, though no
+        other values. Raises WorkerError if a module can't be reloaded: the next call tries again.
         """
         self.note()
         known = [name for name, stamp in self._stamps.items() if stamp is not None]

@@ -171,15 +171,12 @@ def _difference(first: Any, other: Any, rank: int) -> str:
         apart = (a.to(wide).reshape(-1) - b.to(wide).reshape(-1)).abs()[unequal].max().item()
         some = f"{int(unequal.sum())} of {a.numel()} elements of {describe(a)}"
         return f"rank {rank} differs from rank 0 in {some}, by {apart:.3g} at most"
-    return "" if _same(first, other) else f"rank 0 has {first!r}, rank {rank} has {other!r}"
-
-
-def _same(first: Any, other: Any) -> bool:
-    if type(first) is not type(other):
-        return False
-    if isinstance(first, float | complex):
-        return repr(first) == repr(other)  # repr distinguishes -0.0 from 0.0, and equates NaN with NaN
-    try:
-        return bool(first == other)
-    except Exception:  # `==` of arrays gives an array, which has no truth value
-        return pickle.dumps(first) == pickle.dumps(other)
+    same = type(first) is type(other)
+    if same and isinstance(first, float | complex):
+        same = repr(first) == repr(other)  # repr distinguishes -0.0 from 0.0, and equates NaN with NaN
+    elif same:
+        try:
+            same = bool(first == other)
+        except Exception:  # `==` of arrays gives an array, which has no truth value
+            same = pickle.dumps(first) == pickle.dumps(other)
+    return "" if same else f"rank 0 has {first!r}, rank {rank} has {other!r}"

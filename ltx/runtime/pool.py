@@ -21,7 +21,7 @@ from ltx.core.base.arguments import brief, checked, name_of, seconds, whole
 from ltx.core.base.readable import Table
 from ltx.core.world.world import cores
 from ltx.errors import ArgumentError, CallInterruptedError, WorkerError
-from ltx.runtime.failures import failure_error, what_became_of_workers
+from ltx.runtime.failures import OF_WORKERS, failure_error
 from ltx.runtime.launchers import POOL_VARIABLE
 from ltx.runtime.messages import Call, Failure, Message, Result, pack, pack_call
 from ltx.runtime.per_rank import PerRank
@@ -179,7 +179,7 @@ class Pool:
             workers.failed = len(kinds) > 1 or not (kept and all(answers[rank].in_world for rank in ranks))
         except CallInterruptedError as interrupt:
             kept = workers.failed = interrupt.kept
-            interrupt.args = (f"{interrupt} {what_became_of_workers(kept)}",)
+            interrupt.args = (f"{interrupt} {OF_WORKERS[kept]}",)
             raise
         finally:
             workers.finish_output()
@@ -205,7 +205,7 @@ class Pool:
                 )
         if self._workers is None:
             start = starter("popen", self._size, self._threads)
-            self._workers = WorkerGroup(self._size, start, self._threads, self._start_timeout_s, self._show_output)
+            self._workers = WorkerGroup(self._size, start, self._start_timeout_s, self._show_output)
         return self._workers
 
     def _drop(self) -> None:
@@ -271,11 +271,22 @@ def launch(
     nprocs = check_size("ltx.launch", nprocs)
     method: str = start_method if start_method is not None else getattr(strategy, "start_method", "popen")
     limit_s = None if timeout is None else seconds("ltx.launch: timeout", timeout)
-    threads = _threads(threads, nprocs, method)
-    call = pack_call(1, fn, args, {}) if method != "fork" else pack(Call(1, inherited=True))  # a fork has all of it
+    if method == "fork" and threads not in (None, 1):
+        raise WorkerError(
+            f'ltx.launch(threads={threads!r}, start_method="fork"): a fork can\'t compute on several threads, since '
+            'OpenMP hangs in a fork of a process that has used it. Leave threads out, or use "popen".'
+        )
+    if method == "fork":
+        threads = 1
+    elif threads is not None:
+        threads = whole("ltx.launch: threads", threads, 1, WorkerError)
+    else:
+        said = os.environ.get("OMP_NUM_THREADS", "")
+        threads = int(said) if said.isdecimal() and int(said) else max(1, cores() // nprocs)
+    call = pack_call(1, fn, args, {}) if method != "fork" else pack(Call(1))  # a fork has all of it
     handed = (fn, args) if method == "fork" else None
     with closing(call):
-        workers = WorkerGroup(nprocs, starter(method, nprocs, threads, handed), threads, _START_TIMEOUT_S)
+        workers = WorkerGroup(nprocs, starter(method, nprocs, threads, handed), _START_TIMEOUT_S)
         try:
             answers = workers.collect(1, call, range(nprocs), name_of(fn), limit_s, GRACE_S)
             complete = all(isinstance(answers.get(rank), Result) for rank in range(nprocs))
@@ -290,16 +301,3 @@ def launch(
     if not complete:
         raise failure_error(name_of(fn), answers, range(nprocs), nprocs, limit_s, kept=None)
     return [answers[rank].value for rank in range(nprocs)]
-
-
-def _threads(asked: int | None, nprocs: int, start_method: str) -> int:
-    if start_method == "fork":
-        if asked not in (None, 1):
-            raise WorkerError(
-                f'ltx.launch(threads={asked!r}, start_method="fork"): a fork can\'t compute on several threads, since '
-                'OpenMP hangs in a fork of a process that has used it. Leave threads out, or use "popen".'
-            )
-        return 1
-    asked = asked if asked is None else whole("ltx.launch: threads", asked, 1, WorkerError)
-    said = os.environ.get("OMP_NUM_THREADS", "")
-    return asked or (int(said) if said.isdecimal() and int(said) else max(1, cores() // nprocs))

@@ -38,10 +38,7 @@ LOOPBACK_RENDEZVOUS = "ltx-loopback"  #: the name under which torch's launcher f
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):
-    """The rendezvous of a launcher on one machine alone: it waits for no other launcher, and ranks connect on loopback.
-
-    torch's own rendezvous listens on all interfaces, and unpickles what any process sends there.
-    """
+    """That of one machine alone: torch's own listens on all interfaces, and unpickles what anyone sends there."""
 
     def __init__(self, asked: RendezvousParameters):
         self._own_store, self._rounds = loopback_store(int(asked.endpoint.rpartition(":")[2])), 0
@@ -118,17 +115,8 @@ _ONE = ("1", "1:1")  #: the values of --nnodes that mean one machine
 
 
 def launch(arguments: Sequence[str]) -> int:
-    """Start a script on every rank of this machine and wait for them: ``torchrun``, with these differences.
-
-    ``-n`` is short for ``--nproc-per-node``. If all ranks are on this machine, they meet on loopback, where no other
-    machine can connect, at a free port (unless ``--master-port`` gives one), so that several jobs can run at once.
-    After a failure one line tells of the rank that failed first.
-
-    Args:
-        arguments: torchrun's options, then the script (or ``-m`` and a module), then the script's arguments.
-
-    Returns:
-        The exit status: 0, or 1 if a rank failed.
+    """``torchrun`` with these `arguments`, but ranks of one machine meet on loopback, at a free port, and after a
+    failure one line tells of the rank that failed first. Returns the exit status.
     """
     parser = _parser()
     parsed = parser.parse_args(list(arguments))
@@ -198,10 +186,7 @@ def first_failure(ended: Mapping[int, Ended]) -> int:
 
 
 def told_failures(runs: Sequence[Path], failures: Mapping[int, Any]) -> str:
-    """The text about a run that failed: the first failure, and the other ranks in one line.
-
-    `runs`: this run's directories, with the ranks' error files. `failures`: torch's, of ranks that it has seen end.
-    """
+    """The text about a run that failed, by its directories with the ranks' error files, and torch's `failures`."""
     ended = {rank: Ended(exit_text(failure.exitcode)) for rank, failure in failures.items()}
     attempts = [path for run in runs for path in run.glob("attempt_*")]
     attempts.sort(key=lambda path: int(path.name.rpartition("_")[2]))

@@ -32,7 +32,6 @@ from ltx.runtime import show
 from ltx.runtime.messages import Pickler
 
 _IPYTHON = Path(IPython.__file__).parent
-_INSTALLS = ("pip", "conda", "mamba", "micromamba", "uv")
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,7 +59,11 @@ class Cell:
         taken = {name for name, (told, _) in given.items() if not told or has.get(name, "none") not in ("", told)}
         for name in taken & has.keys():  # all of them before any is replaced
             if given[name][0] and _digest(shell.user_ns[name]) != shell.arrived[name]:
-                raise UnsupportedError(_CHANGED.format(name))
+                raise UnsupportedError(
+                    f"{name!r} has changed in the notebook, and on the workers since it came: the cell isn't run, "
+                    "since what cells have made of it would be lost. To take the notebook's: "
+                    f"`%%ltx --in {name}`. To keep the workers': `{name} = {name}` in a cell."
+                )
         for name in taken:
             shell.user_ns[name], shell.brought[name] = given[name][1], given[name]
             shell.arrived[name] = _digest(given[name][1])
@@ -71,12 +74,6 @@ class Cell:
 
     def __repr__(self) -> str:
         return self.name
-
-
-_CHANGED = (
-    "{0!r} has changed in the notebook, and on the workers since it came: the cell isn't run, since what cells have "
-    "made of it would be lost. To take the notebook's: `%%ltx --in {0}`. To keep the workers': `{0} = {0}` in a cell."
-)
 
 
 class _ByName(Pickler):
@@ -117,7 +114,7 @@ def started() -> RankShell:
     assert shell.display_formatter is not None
     png = shell.display_formatter.formatters["image/png"]
     png.for_type_by_name("matplotlib.figure", "Figure", print_figure)  # with any matplotlib backend
-    for name in _INSTALLS:
+    for name in ("pip", "conda", "mamba", "micromamba", "uv"):
         shell.magics_manager.magics["line"][name] = _refuse
     return shell
 

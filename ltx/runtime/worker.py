@@ -1,8 +1,4 @@
-"""A worker's process: how it is started, and :func:`serve`, the function that it runs.
-
-A worker gets its end of a connection that the driver has opened before. When the connection ends, the driver is gone,
-and the worker exits at once, whatever it is doing.
-"""
+"""A worker's process: how it starts, and what it does until its connection ends, as the driver is gone then."""
 
 from __future__ import annotations
 
@@ -61,7 +57,7 @@ def serve(connection: Connection, inherited: Inherited | None = None) -> None:
     loop = _WorkerLoop(connection, inherited, setup.search_path)
     signal.signal(signal.SIGINT, loop.interrupt)
     try:
-        torch.set_num_threads(setup.threads)
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         if os.environ["RANK"] == "0":
             # ltx.init, or the user, later opens a store at this address, which uses this server (multi_tenant).
             loop.hosted = loopback_store(0)
@@ -107,9 +103,7 @@ def serve(connection: Connection, inherited: Inherited | None = None) -> None:
 
 
 def _by_value(pickled: bytes | None = None) -> Any:
-    """From now on classes and functions that no module here has, as they came by value, go by value to processes that
-    this one starts (data loaders), and back from them. Returns what is `pickled`.
-    """
+    """From now on what came by value goes by value to data loaders, and back from them. Returns what is `pickled`."""
 
     def reducer_override(_: Any, obj: Any) -> Any:
         if isinstance(obj, type | FunctionType) and named(obj.__module__, obj.__qualname__) is not obj:
@@ -264,8 +258,7 @@ class _WorkerLoop:
             return pack(failure)
 
     def _asked(self, call: Call, load: Callable[[], Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        if call.inherited:
-            assert self._inherited is not None
+        if self._inherited is not None:
             return *self._inherited, {}
         if call.search_path != self._search_path:
             sys.path[:] = [*call.search_path, *(path for path in sys.path if path not in self._search_path)]

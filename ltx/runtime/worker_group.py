@@ -1,8 +1,6 @@
 """The processes of a pool or of a launch, each on one end of a connection, and a call's answers from all of them.
 
-The connection is a pair of anonymous Unix sockets, one of which the worker inherits: there is no address at which
-another process could connect, and no file to clean up. When the driver ends, the system closes the driver's socket, and
-the worker notices and ends too. Signals go only to processes that this process started, through their handles.
+The connection is a pair of anonymous Unix sockets, of which the worker inherits one: no other process can connect.
 """
 
 from __future__ import annotations
@@ -40,13 +38,11 @@ _PIPE_BYTES = 1 << 20  # the most that the system allows: nobody reads between c
 
 
 class WorkerGroup:
-    """`size` workers that form a world. They end with :meth:`stop`, with this object, or with this process.
-
-    With `shows_output` the driver shows what they print, with their rank. Raises WorkerError if a worker fails to
-    start, or takes longer than `start_timeout_s`.
+    """`size` workers that form a world, until :meth:`stop`, or this object's or process' end. With `shows_output` the
+    driver shows what they print. Raises WorkerError if one fails to start, or takes longer than `start_timeout_s`.
     """
 
-    def __init__(self, size: int, start: Starter, threads: int, start_timeout_s: float, shows_output: bool = False):
+    def __init__(self, size: int, start: Starter, start_timeout_s: float, shows_output: bool = False):
         self.size = size
         self.failed = False  # whether the last call failed on a rank or ended its world, so that a new one is needed
         self._worlds = 1
@@ -59,7 +55,7 @@ class WorkerGroup:
         self._end = weakref.finalize(self, _end, *theirs, grace_s=_STOP_GRACE_S)
         try:
             for rank in range(size):
-                self._spawn(rank, start, threads, shows_output)
+                self._spawn(rank, start, shows_output)
             self._await_worlds("start")
         except BaseException as error:
             self.kill()
@@ -85,9 +81,8 @@ class WorkerGroup:
         return False
 
     def receive(self, ranks: Collection[int], timeout_s: float) -> dict[int, Any]:
-        """The answers of some of `ranks`; for a rank whose process ended or was stopped, a text that says so.
-
-        Waits until there is an answer, but at most `timeout_s`: then it's empty. Shows what workers print meanwhile.
+        """The first answers of `ranks`, or texts that their processes have ended or are stopped; {} after `timeout_s`.
+        Shows what workers print meanwhile.
         """
         look_at = time.monotonic() + _LOOK_S
         end = time.monotonic() + timeout_s
@@ -141,7 +136,7 @@ class WorkerGroup:
         if ending is not None:
             ending[1](*ending[2], grace_s=0.0)
 
-    def _spawn(self, rank: int, start: Starter, threads: int, shows_output: bool) -> None:
+    def _spawn(self, rank: int, start: Starter, shows_output: bool) -> None:
         ours, theirs = Pipe()
         self._connections.append(ours)
         streams = list[int]()
@@ -152,7 +147,7 @@ class WorkerGroup:
                 streams.append(writing)
                 self._output.add(reading, rank, name)
             self._processes.append(start(rank, theirs, self._connections, streams))
-        self.send(rank, pack(messages.Setup(search_path(), threads, shows_output, in_notebook())))
+        self.send(rank, pack(messages.Setup(search_path(), shows_output, in_notebook())))
 
     def _take(self, rank: int, answers: dict[int, Any]) -> None:
         """Read a message of `rank`: show it, or put an answer into `answers`; how its process ended, if it has."""

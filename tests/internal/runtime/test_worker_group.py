@@ -35,7 +35,7 @@ def _left(pids: list[int]) -> list[int]:
 
 
 def _workers(size: int, start_timeout_s: float) -> WorkerGroup:
-    return WorkerGroup(size, starter("popen", size, threads=1), 1, start_timeout_s)
+    return WorkerGroup(size, starter("popen", size, threads=1), start_timeout_s)
 
 
 @pytest.fixture
