@@ -139,11 +139,8 @@ class LtxMagics(Magics):
             value.shown(rank, size, {})
 
     def _given(self, forced: list[str], used: set[str], assigned: set[str], asks: Any) -> dict[str, tuple[str, Any]]:
-        """What a cell brings along for the names `forced`, and for those `used` that a worker lacks, with digests.
-
-        What functions use counts as used too, as they find it in the workers' ``__main__``, but for what the cell has
-        `assigned` by then. `asks`: gives what the workers have of some names
-        (:func:`ltx.runtime.shell.own_or_brought`); None for new workers.
+        """What a cell brings along, with digests: names `forced`, and those that a worker lacks of those that it has
+        `used`, or functions use, but not `assigned`. `asks`: :func:`own_or_brought` of the workers; None for new ones.
         """
         given, seen, main, parts = {}, {*assigned}, self.shell.user_ns, dict[str, dict[int, ref[Any]]]()
         names = [*forced, *sorted(used & main.keys() - {*forced})]

@@ -1,11 +1,8 @@
 """Recordings of what a rank received, from which that rank runs alone: in a notebook, under a debugger.
 
-What a rank computes follows from its state, its batches, its random numbers, and what its peers sent. All of the last
-comes through an axis' channels and its exchange in the store. So these are recorded where channels give results, and a
-replay answers from the record in their place.
-
-A record is a checkpoint's directory for each rank, ``rank_5/step_00000003``, with one structure in it. For a script
-that knows nothing of it: ``ltx run -n 4 -m ltx.record DIRECTORY 3:8 script.py ...``.
+What peers sent came through an axis' channels and its exchange in the store: these are recorded, beside the state, the
+batches and random states, and a replay answers in their place. A record is a checkpoint's directory for each rank, with
+one structure in it. For a script that knows nothing of it: ``ltx run -n 4 -m ltx.record DIRECTORY 3:8 script.py ...``.
 """
 
 from __future__ import annotations
@@ -230,9 +227,8 @@ def _key(axis: AxisComm) -> str:
 def _sent(
     operation: str, buffer: torch.Tensor, label: str, arguments: Any = (), *_: Any, note: Any = (), **__: Any
 ) -> list[str]:
-    """Of a call of :meth:`Channel.issue`: what is compared of it, its label, and a digest of the values.
-
-    64 bits, at the speed of a sum. It doesn't see 64-bit words change places that are a multiple of 1024 apart.
+    """Of a call of :meth:`Channel.issue`: what is compared of it, its label, and a digest of the values, as fast as a
+    sum: it doesn't see 64-bit words change places that are a multiple of 1024 apart.
     """
     with private.below_modes(), torch.no_grad():
         data = values(buffer.detach()).view(-1).view(torch.uint8)

@@ -1,10 +1,7 @@
 """Checkpoints on disk: one directory for each step, which exists whole or not at all.
 
-A checkpoint is written to a hidden directory beside the others, with a manifest that lists every file with its size and
-SHA-256, and renamed when all of it has reached the disk. A crash leaves only hidden names behind, which nothing reads;
-files that the disk damages later don't match their manifest.
-
-No run replaces or removes another run's checkpoints. A process that loads a checkpoint continues its run.
+It is written to a hidden directory, with a manifest of every file's size and SHA-256, and renamed when all of it has
+reached the disk. No run replaces or removes another run's; a process that loads one continues its run.
 """
 
 from __future__ import annotations
@@ -54,10 +51,8 @@ def _names(path: Path) -> list[str]:
 
 
 def put_back(path: Path) -> None:
-    """Give checkpoints their names back if their replacement stopped halfway (see :func:`commit`).
-
-    Any process may do this at any time, since it can't know whether the replacing process lives on another machine; a
-    live one finds the name taken and tries again. Raises CheckpointError if this process can't write there.
+    """Give checkpoints their names back if their replacement stopped halfway (see :func:`commit`), or raise
+    CheckpointError. Any process may do this at any time: a replacing one finds the name taken and tries again.
     """
     for set_aside in filter(None, map(_REPLACED.fullmatch, _names(path))):
         aside, final = path / set_aside[0], path / set_aside[1]
@@ -90,10 +85,8 @@ def describe(directory: Path, names: Iterable[str]) -> dict[str, Any]:
 
 
 def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
-    """Rename `temporary` to a checkpoint's name `final`, once all files are on the disk; replaces an old checkpoint.
-
-    Not every file system can replace a directory that isn't empty by a rename. So the old checkpoint first gets a
-    hidden name that contains its own: if this process ends in between, the next one puts it back (:func:`put_back`).
+    """Rename `temporary` to a checkpoint's name `final`, once all files are on the disk. An old checkpoint first gets a
+    hidden name, as a rename can't replace it everywhere; if this process ends in between, :func:`put_back` helps.
     """
     with open(temporary / MANIFEST, "w", encoding="utf-8") as file:
         json.dump({**manifest, "digest": _digest(manifest)}, file, indent=1)
@@ -138,10 +131,7 @@ def prune(path: Path, keep: int, committed: int, run: str) -> None:
 
 
 def remove(directory: Path) -> None:
-    """Remove a directory, as far as that is possible.
-
-    It gets a hidden name first: half removed, a checkpoint would look damaged, and a peer might still write into it.
-    """
+    """Remove a directory, as far as possible, under a hidden name: half removed, a checkpoint would look damaged."""
     going = hidden(directory.parent, "old")
     with suppress(OSError):  # another has removed it
         os.rename(directory, going)

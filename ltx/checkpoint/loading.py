@@ -201,9 +201,8 @@ def _wanted(base: Path, state: TrainState, step: int | None, data: str, per_rank
 
 
 def _attempt(together: Together, path: Path, make: Callable[[], T]) -> tuple[T | None, list[str]]:
-    """The result of `make`, and all ranks' list of the faults, CheckpointErrors, that it has found in the checkpoint.
-
-    Other errors concern a process or its machine, so all ranks raise them, rather than load an older checkpoint.
+    """The result of `make`, and all ranks' list of the CheckpointErrors that it has raised. Other errors concern a
+    process or its machine: all ranks raise them, rather than load an older checkpoint.
     """
 
     def tried() -> tuple[T | None, str]:

@@ -1,12 +1,8 @@
 """The contents of a checkpoint, their names, and its files, which are those of ``torch.distributed.checkpoint`` (DCP).
 
-DCP's format, metadata and reader are used, and its tools can read the files. Its ``save`` and ``load`` aren't used:
-they plan by collectives (see ltx.checkpoint.together), and read metadata with an unrestricted unpickler, whose errors
-are all of one class. Here each rank knows what it writes and reads, and metadata may hold only DCP's own classes.
-
-A checkpoint holds the tensors of a train state, the position in the data, and the states of random number generators.
-The position and the generators are saved as JSON in a tensor of bytes, and their tensors as pieces of their own.
-Nothing is pickled, so reading can't run code.
+DCP's ``save`` and ``load`` aren't used: they plan by collectives (see ltx.checkpoint.together), and their unpickler of
+metadata is unrestricted. The position in the data and the states of generators are saved as JSON in a tensor of bytes,
+and their tensors as pieces of their own. Nothing else is pickled, so reading can't run code.
 """
 
 from __future__ import annotations
@@ -137,27 +133,21 @@ def encode(value: Any, what: str) -> list[Piece]:
 
 def check_plain(what: str, tensor: torch.Tensor) -> None:
     """Raise unless `tensor`, called `what` in the error, is a plain tensor: others could be written but not read."""
-    if found := _kind_of(tensor):
+    known = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    kinds = (
+        (not known, f"a {type(tensor).__name__}, a class of tensors of its own"),
+        (private.is_wrapped(tensor), "a tensor inside of a transform of torch.func"),
+        (tensor.is_nested, "a nested tensor"),
+        (tensor.layout != torch.strided, f"a tensor of the layout {tensor.layout}"),
+        (tensor.is_quantized, f"a quantized tensor ({tensor.dtype})"),
+        (tensor.is_meta, "a tensor on the meta device"),
+    )
+    if found := next((kind for holds, kind in kinds if holds), ""):
         raise InputError(
             f"checkpoint: {what} is {found}, and a checkpoint holds the values of plain tensors. Give one of those: "
             "to_dense() of a sparse one, dequantize() of a quantized one, unbind() of a nested one, to_local() of a "
             "DTensor, as_subclass(torch.Tensor) of another class. Tensors on the meta device have no values."
         )
-
-
-def _kind_of(tensor: torch.Tensor) -> str:
-    """The kind of a tensor that isn't plain, as a text; "" for a plain one."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return f"a {type(tensor).__name__}, a class of tensors of its own"
-    if private.is_wrapped(tensor):
-        return "a tensor inside of a transform of torch.func"
-    if tensor.is_nested:
-        return "a nested tensor"
-    if tensor.layout != torch.strided:
-        return f"a tensor of the layout {tensor.layout}"
-    if tensor.is_quantized:
-        return f"a quantized tensor ({tensor.dtype})"
-    return "a tensor on the meta device" if tensor.is_meta else ""
 
 
 def decode(described: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Any:

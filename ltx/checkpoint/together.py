@@ -1,8 +1,7 @@
 """The ranks that save or load together: they exchange values through the store, and use no channel.
 
-DCP (torch.distributed.checkpoint) gathers failures by collectives. They don't do for ltx: if a rank calls something
-else, the others wait until the group's timeout; a KeyboardInterrupt becomes a DCP error; peers' messages are unpickled;
-and a save in the background would need a group of its own.
+By collectives, as in DCP, ranks would wait for one that calls something else until the group's timeout, and a save in
+the background would need a group of its own.
 """
 
 from __future__ import annotations
@@ -62,10 +61,8 @@ def _tried(make: Callable[[], T]) -> tuple[T | None, Exception | None, Trouble]:
 
 
 class Together:
-    """One call of save or load, on all ranks of an axis.
-
-    The ranks meet at places 1, 2, ... of this call, where each announces its result or its error. A rank that leaves
-    early, even by an interrupt, says so at all places where peers might wait for it, so no rank waits for it in vain.
+    """One call of save or load, on all ranks of an axis, which meet at places 1, 2, ... of the call. A rank that leaves
+    early, even by an interrupt, says so at all places where peers might wait for it.
     """
 
     def __init__(self, operation: str, axis: Any):
@@ -91,9 +88,7 @@ class Together:
 
     def exchange(self, make: Callable[[], tuple[T, Any]], failed: str, after: str = "") -> tuple[T, list[Any]]:
         """`make` returns a pair: return its first, and every rank's second, which is JSON. For the training's thread.
-
-        If it raises on a rank, all raise one error, whose text begins with `failed` and ends with `after`. If peers
-        call something else, all raise RankMismatchError.
+        If it raises on a rank, all raise one error, whose text begins with `failed` and ends with `after`.
         """
         with self.leaving():
             made, failure, trouble = _tried(make)

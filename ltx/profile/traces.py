@@ -1,8 +1,4 @@
-"""Recordings of a block of code: every collective with times and bytes, the times of computing, and a picture.
-
-Each rank has a track for computing and one for each of its channels. Times are those of the ranks' clocks: the same
-clock on one machine; on several, as good as their synchronisation.
-"""
+"""Recordings of a block of code: every collective with times and bytes, the times of computing, and a picture."""
 
 from __future__ import annotations
 
@@ -337,10 +333,7 @@ def timeline(traces: Iterable[Trace]) -> Timeline:
 
 
 def _tracks(trace: Trace) -> dict[str, list[_Bar]]:
-    """The bars of each track: computing, then the channels in the order of their first use.
-
-    Bars are in the order of their start; of those with the same start the longest is first: it contains the others.
-    """
+    """The bars of each track, computing first, by their start; of equal starts the longest first: it has the others."""
     found: dict[str, list[_Bar]] = {_COMPUTE: []}
 
     def add(track: str, kind: str, name: str, start: float, end: float | None, **details: Any) -> None:

@@ -1,7 +1,4 @@
-"""The texts of failures: of one exception, with the user's frames, and of a call that failed on some ranks.
-
-Frames of ltx and of Python's own machinery say nothing about the user's mistake: they are left out if there are others.
-"""
+"""The texts of failures: of one exception, with the user's frames alone, and of a call that failed on some ranks."""
 
 from __future__ import annotations
 
@@ -83,9 +80,7 @@ def failure_error(
     name: str, answers: Mapping[int, Any], ranks: Sequence[int], size: int, timeout_s: float | None, kept: bool | None
 ) -> WorkerError:
     """The error for a run of `name` on `ranks` of `size`: the first failure in full, the other ranks in one line.
-
-    `answers` are those of ``WorkerGroup.collect``. `kept`: whether the workers still run; None if the
-    caller doesn't keep workers, so that nothing is said about them.
+    `answers`: those of ``WorkerGroup.collect``. `kept`: whether the workers still run; None to say nothing of them.
     """
     # The first failure is the cause. A process that ended comes before exceptions, which its peers raise because of
     # it; errors in CONSEQUENCES come last; a rank that gave up because it was asked to isn't a cause.

@@ -1,8 +1,4 @@
-"""IPython on a worker of a notebook: the notebook displays what cells and functions display on a worker.
-
-It is IPython's own shell, with a display publisher that sends displays to the driver. So ``display``,
-``clear_output``, figures, magics and ``await`` work as in any cell.
-"""
+"""IPython's own shell on a worker of a notebook, which displays what cells and functions display on the worker."""
 
 from __future__ import annotations
 
@@ -36,9 +32,7 @@ _IPYTHON = Path(IPython.__file__).parent
 
 @dataclass(frozen=True, repr=False)
 class Cell:
-    """The cell `source`, as the notebook's IPython has transformed it; tracebacks and errors call it `name`. There it
-    has `main`, the notebook's globals, whose functions have this worker's here.
-    """
+    """The cell `source`, as the notebook's IPython has transformed it. `main`: there, the notebook's globals."""
 
     source: str
     name: str
@@ -49,10 +43,8 @@ class Cell:
         return Cell, (self.source, self.name, self.wants_value)
 
     def __call__(self, given: Mapping[str, tuple[str, Any]]) -> Any:
-        """Run the cell in this worker's ``__main__``, with values of the notebook, which stay.
-
-        `given` has each value's digest; "" for a value to take whatever this worker has. Returns the value of the last
-        expression if `wants_value`, else how it is displayed (a :class:`ltx.runtime.show.Display`); None without one.
+        """Run the cell in this worker's ``__main__``, with the notebook's values that are `given`, by name, and their
+        digests; "" to take one whatever this worker has. Returns the last expression's value, or Display; or None.
         """
         shell, has = started(), own_or_brought(given)
         setattr(shell.compile, "get_code_name", lambda *_: self.name)  # noqa: B010

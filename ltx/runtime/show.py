@@ -389,10 +389,8 @@ def _key(stream: str, rank: int | None) -> str:
 
 
 class Writer(io.TextIOBase):
-    """A worker's ``sys.stdout`` or ``sys.stderr``: sends whole lines to the driver, an unfinished one after the call.
-
-    A line with a carriage return will be overwritten: it is sent each time it changes. A fork of the worker, such as a
-    data loader's, writes to the pipe `fd`, since `deliver`, the way to the driver, belongs to the worker.
+    """A worker's ``sys.stdout`` or ``sys.stderr``: sends lines to the driver, an unfinished one after the call or, with
+    a carriage return, when it changes. A fork, as of a data loader, writes to the pipe `fd` instead.
     """
 
     encoding = "utf-8"

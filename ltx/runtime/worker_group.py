@@ -208,9 +208,8 @@ class WorkerGroup:
     ) -> dict[int, Any]:
         """Send call `number` to `ranks` and gather the answers: a Result, a Failure, or how a process ended, in words.
 
-        The first failure, the time limit and an interrupt end the waiting: ranks that are still busy are asked to give
-        up, and get some time to say where they were. A rank that doesn't give up has no answer, or an At, which says
-        where it is. A KeyboardInterrupt becomes a CallInterruptedError, whose ``kept`` says whether all have given up.
+        After the first failure, `limit_s` or an interrupt, which becomes a CallInterruptedError, busy ranks are asked
+        to give up. One that doesn't in `grace_s` has no answer, or an At, which says where it is.
         """
         answers, asked = dict[int, Any](), set[int]()
         try:
@@ -233,10 +232,8 @@ class WorkerGroup:
             raise CallInterruptedError(f"{name} was interrupted: {places}.", kept) from None
 
     def _give_up(self, number: int, waiting: set[int], answers: dict[int, Any], grace_s: float) -> None:
-        """Ask the ranks in `waiting` to give call `number` up, and wait until they have, at most `grace_s`.
-
-        The driver warns that workers may be lost as soon as a worker says that it can't give up, or has been silent for
-        half of `grace_s`. No earlier, since on a busy machine workers only need a while.
+        """Ask the ranks in `waiting` to give call `number` up, and wait until they have, at most `grace_s`. Warn when
+        one says that it can't, or has been silent for half of it: on a busy machine workers only need a while.
         """
         for rank in waiting:
             self.send(rank, pack(messages.Cancel(number)))
