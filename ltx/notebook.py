@@ -87,7 +87,12 @@ class LtxMagics(Magics):
         ``%ltx`` alone prints the state of the workers; ``%ltx stop`` ends them.
         """
         if cell is None:
-            self._line(line.strip())
+            if (line := line.strip()) not in ("", "stop"):
+                raise UsageError(f"%ltx {line}: expected nothing, or `stop`. A cell for the workers begins with %%ltx.")
+            if line and self.pool is not None:
+                self.pool.close()
+                self.pool = None
+            print(self.pool or "no workers; the next %%ltx cell starts some")
             return
         asked = (parser := _parser()).parse_args(shlex.split(line))
         if asked.help:
@@ -124,8 +129,14 @@ class LtxMagics(Magics):
         pool, call = self._pool(size, asked.restart), Cell(source, name, asked.out is not None, self.shell.user_ns)
         try:
             values = pool._call(ranks, call, (given,), {}, asked.timeout)
-        except CallFailedError as error:
-            self._hint(error)
+        except CallFailedError as error:  # of a name that only the notebook has: everybody's first mistake
+            found = re.fullmatch(r"name '(\w+)' is not defined", str(error.__cause__))
+            if (lacks := found and found[1]) in self.shell.user_ns:
+                error.args = (
+                    f"{error}\n\n{lacks!r} is defined in the notebook, not on the workers. A cell brings the names "
+                    "that it uses, but none that it assigns, or that only a magic or a string has: "
+                    f"`%%ltx --in {lacks}` sends it.",
+                )
             raise
         if asked.out is not None:
             self.shell.user_ns[asked.out] = PerRank(values)
@@ -173,15 +184,6 @@ class LtxMagics(Magics):
         self._parts = {**(self._parts if asks else {}), **parts}
         return given
 
-    def _line(self, line: str) -> None:
-        if line == "stop":
-            if self.pool is not None:
-                self.pool.close()
-            self.pool = None
-        elif line:
-            raise UsageError(f"%ltx {line}: expected nothing, or `stop`. A cell for the workers begins with %%ltx.")
-        print(self.pool or "no workers; the next %%ltx cell starts some")
-
     def _pool(self, size: int, restart: bool) -> Pool:
         if self.pool is not None and (restart or size != len(self.pool)):
             if not restart and self.pool.pids:
@@ -194,12 +196,3 @@ class LtxMagics(Magics):
         if self.pool is None:
             self.pool = Pool(size, show_output=True)
         return self.pool
-
-    def _hint(self, error: CallFailedError) -> None:
-        """Add a hint if the error is about a name that only the notebook has: everybody's first mistake."""
-        found = re.fullmatch(r"name '(\w+)' is not defined", str(error.__cause__))
-        if (name := found and found[1]) in self.shell.user_ns:
-            error.args = (
-                f"{error}\n\n{name!r} is defined in the notebook, not on the workers. A cell brings the names that it "
-                f"uses, but none that it assigns, or that only a magic or a string has: `%%ltx --in {name}` sends it.",
-            )

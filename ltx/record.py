@@ -386,8 +386,9 @@ class _Alone(Peers):
 
 
 #: In place of the shared memory of channels that had it.
-_NOTHING = {"room": lambda nbytes: None, "close": lambda: None}
-_CARRIED: Any = SimpleNamespace(error=None, busy=False, failures=dict, lost_peers=list, **_NOTHING)
+_CARRIED: Any = SimpleNamespace(
+    error=None, busy=False, failures=dict, lost_peers=list, room=lambda nbytes: None, close=lambda: None
+)
 
 
 def _alike(operation: str, x: torch.Tensor, rank: int, n: int) -> torch.Tensor:

@@ -18,8 +18,6 @@ from ltx.errors import ArgumentError, ReplicaDivergedError, TreeError
 
 T = TypeVar("T")
 
-_COLUMNS = 8  # a table in a notebook has at most so many
-
 
 class PerRank(Sequence[T], Generic[T]):
     """One value for each rank, in the order of ranks. :meth:`ltx.Pool.run` returns it.
@@ -63,7 +61,7 @@ class PerRank(Sequence[T], Generic[T]):
 
     def _repr_html_(self) -> str:
         """A table with a row for each rank; if all values are dictionaries with the same few keys, each is a column."""
-        dicts: list[dict[Any, Any]] = [x for x in self._values if isinstance(x, dict) and len(x) <= _COLUMNS]
+        dicts: list[dict[Any, Any]] = [x for x in self._values if isinstance(x, dict) and len(x) <= 8]
         alike = len(dicts) == len(self) and len({tuple(x) for x in dicts}) == 1
         columns = dicts if alike else [{"value": x} for x in self._values]
         rows = [(str(rank), *(text_of(x, 16) for x in row.values())) for rank, row in enumerate(columns)]

@@ -58,21 +58,18 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"ltx run: error: {message} (see ltx run --help)\n")
 
 
-#: The options of torchrun that ``ltx run --help`` lists, with their texts.
-_HELP = {
-    "module": "the script is a module, as with python -m",
-    "max_restarts": "restart all ranks after a failure, at most this many times (default: 0)",
-    "log_dir": "keep the ranks' output in this folder: -r 3 doesn't show it, -t 3 shows it too",
-    "nnodes": "number of machines; run this on each, with --node-rank, --master-addr and --master-port",
-}
-
-
 def _parser() -> argparse.ArgumentParser:
+    helps = {  # of torchrun's options, those that are listed
+        "module": "the script is a module, as with python -m",
+        "max_restarts": "restart all ranks after a failure, at most this many times (default: 0)",
+        "log_dir": "keep the ranks' output in this folder: -r 3 doesn't show it, -t 3 shows it too",
+        "nnodes": "number of machines; run this on each, with --node-rank, --master-addr and --master-port",
+    }
     ranks, all_others = argparse.ArgumentParser(add_help=False), torchrun.get_args_parser()
     what = "ranks on this machine: a number, or auto, cpu, gpu (default: 1)"
     ranks.add_argument("-n", dest="nproc_per_node", metavar="N", default=argparse.SUPPRESS, help=what)
     for action in all_others._actions:
-        action.help = _HELP.get(action.dest, argparse.SUPPRESS)
+        action.help = helps.get(action.dest, argparse.SUPPRESS)
     parser = _Parser(
         prog="ltx run",
         usage="ltx run [-n N] [options] script.py [arguments of the script]",
@@ -111,9 +108,6 @@ def _problem(parsed: argparse.Namespace) -> str:
     return ""
 
 
-_ONE = ("1", "1:1")  #: the values of --nnodes that mean one machine
-
-
 def launch(arguments: Sequence[str]) -> int:
     """``torchrun`` with these `arguments`, but ranks of one machine meet on loopback, at a free port, and after a
     failure one line tells of the rank that failed first. Returns the exit status.
@@ -122,10 +116,11 @@ def launch(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(list(arguments))
     if problem := _problem(parsed):
         parser.error(problem)
-    if parsed.standalone and parsed.nnodes not in _ONE:
+    one_machine = parsed.nnodes in ("1", "1:1")
+    if parsed.standalone and not one_machine:
         parser.error(f"--standalone is of one machine, and --nnodes={parsed.nnodes} of several: leave one of them out")
     elsewhere = parsed.rdzv_backend != "static" or parsed.rdzv_endpoint or parsed.master_addr != "127.0.0.1"
-    if parsed.standalone or not (elsewhere or parsed.nnodes not in _ONE or parsed.node_rank):
+    if parsed.standalone or (one_machine and not (elsewhere or parsed.node_rank)):
         rendezvous_handler_registry.register(LOOPBACK_RENDEZVOUS, LoopbackRendezvous)
         parsed.standalone, parsed.rdzv_backend = False, LOOPBACK_RENDEZVOUS
         parsed.rdzv_endpoint = f"127.0.0.1:{parsed.master_port or 0}"
@@ -137,7 +132,7 @@ def launch(arguments: Sequence[str]) -> int:
     # If NumPy isn't installed, torch would warn on every rank, although it works.
     calm = ["ignore:Failed to initialize NumPy:UserWarning", *filter(None, [os.environ.get("PYTHONWARNINGS")])]
     os.environ["PYTHONWARNINGS"] = ",".join(calm)
-    if parsed.nnodes in _ONE:
+    if one_machine:
         os.environ.setdefault("LTX_KEY", os.urandom(16).hex())  # by which ranks authenticate pickles
     with ExitStack() as ended:
         if parsed.log_dir is None:

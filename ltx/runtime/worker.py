@@ -22,7 +22,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
 from types import FunctionType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import cloudpickle
 import torch
@@ -287,11 +287,17 @@ from multiprocessing.connection import Connection; from ltx.runtime.worker impor
 serve(Connection(int(sys.argv[1])))"""
 
 
-class Process(NamedTuple):
-    pid: int
-    # ended(timeout_s): the exit status, negative for a signal; None if the process is still running then.
-    ended: Callable[[float | None], int | None]
-    kill: Callable[[], None]  # ends the process at once; does nothing if it has ended
+Process = subprocess.Popen[bytes] | BaseProcess
+
+
+def ended(process: Process, timeout_s: float | None) -> int | None:
+    """The exit status, negative for a signal; None if the process is still running after `timeout_s`."""
+    if isinstance(process, BaseProcess):
+        process.join(timeout_s)
+        return process.exitcode
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout_s)
+    return process.returncode
 
 
 #: start(rank, the worker's end of its connection, the driver's ends so far, where its output goes) -> the process
@@ -325,7 +331,17 @@ def starter(method: str, size: int, threads: int, inherited: Inherited | None = 
     def start(rank: int, end: Connection, others: Sequence[Connection], streams: Sequence[int]) -> Process:
         environment = worker_environment(rank, size, threads)
         if method == "popen":
-            return _fresh(end, environment, streams)
+            out, err = streams or (None, None)
+            return subprocess.Popen(
+                # -P: a module in the working directory can't shadow another while the worker starts.
+                [sys.executable, "-P", "-c", _WORKER, str(end.fileno())],
+                env=environment,
+                pass_fds=[end.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,  # the terminal's Ctrl-C goes to the driver only
+            )
         # A fork has copies of the driver's connections; while these are open, no other worker sees the driver end.
         copies = [other.fileno() for other in others] if method == "fork" else []
         process: BaseProcess = multiprocessing.get_context(method).Process(  # type: ignore[attr-defined]
@@ -334,35 +350,9 @@ def starter(method: str, size: int, threads: int, inherited: Inherited | None = 
             daemon=True,  # else Python would wait for the worker at this process' end
         )
         process.start()
-
-        def ended(timeout_s: float | None) -> int | None:
-            process.join(timeout_s)
-            return process.exitcode
-
-        return Process(process.pid or 0, ended, process.kill)
+        return process
 
     return start
-
-
-def _fresh(end: Connection, environment: dict[str, str], streams: Sequence[int]) -> Process:
-    out, err = streams or (None, None)
-    process = subprocess.Popen(
-        # -P: a module in the working directory can't shadow another while the worker starts.
-        [sys.executable, "-P", "-c", _WORKER, str(end.fileno())],
-        env=environment,
-        pass_fds=[end.fileno()],
-        stdin=subprocess.DEVNULL,
-        stdout=out,
-        stderr=err,
-        start_new_session=True,  # the terminal's Ctrl-C goes to the driver only
-    )
-
-    def ended(timeout_s: float | None) -> int | None:
-        with suppress(subprocess.TimeoutExpired):
-            return process.wait(timeout_s)
-        return None
-
-    return Process(process.pid, ended, process.kill)
 
 
 def _serve(end: Connection, environment: dict[str, str], copies: Sequence[int], inherited: Inherited | None) -> None:

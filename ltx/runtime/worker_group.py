@@ -24,7 +24,7 @@ from ltx.runtime import messages
 from ltx.runtime.failures import exit_text, failure_of, told_where
 from ltx.runtime.messages import Failure, Message, Result, pack, receive, search_path
 from ltx.runtime.show import Area, Printed, Reached, in_notebook
-from ltx.runtime.worker import Process, Starter
+from ltx.runtime.worker import Process, Starter, ended
 
 PATIENCE_S = 0.5  #: how long others have to answer after a failure: most fail for the same reason, or because of it
 GRACE_S = 3.0  #: how long a rank that was asked to give up has for it, unless the pool says otherwise
@@ -65,7 +65,7 @@ class WorkerGroup:
 
     @property
     def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
+        return [process.pid or 0 for process in self._processes]
 
     @property
     def is_ours(self) -> bool:
@@ -118,7 +118,7 @@ class WorkerGroup:
         self.failed = False
 
     def exit_text(self, rank: int) -> str:
-        code = self._processes[rank].ended(_STOP_GRACE_S)
+        code = ended(self._processes[rank], _STOP_GRACE_S)
         if code is None:
             return "closed its connection to the driver"
         hint = {
@@ -173,7 +173,7 @@ class WorkerGroup:
         """Add an answer for each stopped process, which can't send one. Only Linux tells that, in /proc."""
         now = time.monotonic()
         for rank in ranks:
-            if kernel.stat(self._processes[rank].pid)[0] != "T":
+            if kernel.stat(self.pids[rank])[0] != "T":
                 self._stopped_since.pop(rank, None)
             elif now - self._stopped_since.setdefault(rank, now) >= _STOPPED_S:
                 answers[rank] = "has been stopped (SIGSTOP, or Ctrl-Z)"
@@ -289,12 +289,12 @@ def _end(owner: int, processes: list[Process], ends: list[Connection], output: O
             with suppress(OSError):
                 pack(messages.Stop()).send(end)
         for process in processes if grace_s else ():
-            process.ended(max(0.0, deadline - time.monotonic()))
+            ended(process, max(0.0, deadline - time.monotonic()))
     finally:
         for process in processes:
             process.kill()  # does nothing if the process has ended
         for process in processes:
-            process.ended(None)
+            ended(process, None)
         for end in ends:
             end.close()
         output.show(finish=True)
