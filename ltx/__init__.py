@@ -88,46 +88,19 @@ _LATER = {
 }
 _LATER_SUBMODULES = ("checkpoint", "profile", "tensor_parallel")
 
-__all__ = [
-    "Axis",
-    "BaguaStrategy",
-    "DDPStrategy",
+__all__ = ["checkpoint", "errors", "hooks", "nn", "optim", "profile", "tensor_parallel"]
+__all__ += ["Axis", "Strategy", "World", "axis_from_group", "init", "shutdown", "to_device", "vmap", "world"]
+__all__ += ["BaguaStrategy", "DDPStrategy", "DiLoCoStrategy", "HorovodStrategy", "LocalSGDStrategy", "ZeroStrategy"]
+__all__ += [
     "DataPosition",
-    "DiLoCoStrategy",
     "DynamicLossScale",
-    "HorovodStrategy",
-    "LocalSGDStrategy",
-    "PerRank",
-    "Pool",
     "Precision",
-    "Replayed",
-    "Strategy",
-    "World",
-    "ZeroStrategy",
-    "axis_from_group",
-    "checkpoint",
-    "debug_checks",
-    "errors",
-    "hooks",
-    "init",
-    "launch",
     "mixed_precision",
-    "nn",
-    "optim",
-    "profile",
-    "progress",
     "rank_zero_first",
-    "record_messages",
-    "replay",
     "share_out",
-    "show",
-    "shutdown",
-    "tensor_parallel",
-    "to_device",
     "uneven",
-    "vmap",
-    "world",
 ]
+__all__ += ["PerRank", "Pool", "Replayed", "debug_checks", "launch", "progress", "record_messages", "replay", "show"]
 __all__ += _collectives.__all__
 __all__ += _training.__all__
 __all__ += _transforms.__all__

@@ -17,15 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from torch.distributed import run as torchrun
+from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import (
-    RendezvousError,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from ltx.core.base.private import PrefixStore
@@ -40,17 +34,18 @@ LOOPBACK_RENDEZVOUS = "ltx-loopback"  #: the name under which torch's launcher f
 class LoopbackRendezvous(StaticTCPRendezvous):
     """That of one machine alone: torch's own listens on all interfaces, and unpickles what anyone sends there."""
 
-    def __init__(self, asked: RendezvousParameters):
+    def __init__(self, asked: rendezvous.RendezvousParameters):
         self._own_store, self._rounds = loopback_store(int(asked.endpoint.rpartition(":")[2])), 0
         super().__init__(LOOPBACK, self._own_store.port, rank=0, world_size=1, run_id=asked.run_id, timeout=0)
 
     def get_backend(self) -> str:
         return LOOPBACK_RENDEZVOUS
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> rendezvous.RendezvousInfo:
         self._rounds += 1
         store = PrefixStore(f"{self.run_id}/{self._rounds}", self._own_store)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(self.master_addr, self.master_port))
+        met = rendezvous.RendezvousStoreInfo(self.master_addr, self.master_port)
+        return rendezvous.RendezvousInfo(store, 0, 1, met)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -121,7 +116,7 @@ def launch(arguments: Sequence[str]) -> int:
         parser.error(f"--standalone is of one machine, and --nnodes={parsed.nnodes} of several: leave one of them out")
     elsewhere = parsed.rdzv_backend != "static" or parsed.rdzv_endpoint or parsed.master_addr != "127.0.0.1"
     if parsed.standalone or (one_machine and not (elsewhere or parsed.node_rank)):
-        rendezvous_handler_registry.register(LOOPBACK_RENDEZVOUS, LoopbackRendezvous)
+        rendezvous.rendezvous_handler_registry.register(LOOPBACK_RENDEZVOUS, LoopbackRendezvous)
         parsed.standalone, parsed.rdzv_backend = False, LOOPBACK_RENDEZVOUS
         parsed.rdzv_endpoint = f"127.0.0.1:{parsed.master_port or 0}"
         if parsed.rdzv_id == parser.get_default("rdzv_id"):
@@ -149,7 +144,9 @@ def launch(arguments: Sequence[str]) -> int:
             mine = [run for run in runs if run.name.startswith(f"{parsed.rdzv_id}_")]
             print(told_failures(mine, error.failures), file=sys.stderr)
             return 1
-        except RendezvousError as error:  # launchers on several machines lost each other; this one's ranks have ended
+        except (
+            rendezvous.RendezvousError
+        ) as error:  # launchers on several machines lost each other; this one's ranks have ended
             print(f"ltx run: this machine couldn't meet the others, or lost them: {error}", file=sys.stderr)
             return 1
         except SignalException as error:
