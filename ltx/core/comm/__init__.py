@@ -2,7 +2,6 @@
 
 from ltx.core.comm.axis_comm import AxisComm as AxisComm
 from ltx.core.comm.axis_comm import compare_unusual as compare_unusual
-from ltx.core.comm.axis_comm import key_of as key_of
 from ltx.core.comm.backends import HOST_BLOCKING as HOST_BLOCKING
 from ltx.core.comm.backends import to_device as to_device
 from ltx.core.comm.channel import Channel as Channel
@@ -18,6 +17,7 @@ from ltx.core.comm.operations import view_as as view_as
 from ltx.core.comm.passes import BackwardPass as BackwardPass
 from ltx.core.comm.passes import Failed as Failed
 from ltx.core.comm.peers import DEFAULT_HEARTBEAT_S as DEFAULT_HEARTBEAT_S
+from ltx.core.comm.processes import key_of as key_of
 from ltx.core.comm.registry import InGroups as InGroups
 from ltx.core.comm.registry import all_peers as all_peers
 from ltx.core.comm.registry import communicators as communicators

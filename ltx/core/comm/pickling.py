@@ -16,7 +16,7 @@ import pickle
 import sys
 from functools import partial, reduce
 from types import CodeType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import cloudpickle
 import torch
@@ -24,7 +24,10 @@ import torch
 from ltx.core.base.errors import AuthenticationError
 from ltx.core.comm.backends import accelerator
 from ltx.core.comm.operations import SUMMED, as_bytes, from_bytes
-from ltx.core.comm.peers import OfAxis
+
+if TYPE_CHECKING:
+    from ltx.core.comm.axis_comm import AxisComm
+
 
 #: For each sparse layout, the methods that give a tensor's parts (rows, columns, values).
 _SPARSE: dict[torch.layout, tuple[str, ...]] = {
@@ -113,12 +116,12 @@ KEY = "LTX_KEY"
 _BYTES = hashlib.sha256().digest_size
 
 
-def sealed(axis_comm: OfAxis, data: bytes, issue: int) -> bytes:
+def sealed(axis_comm: AxisComm, data: bytes, issue: int) -> bytes:
     """This rank's `data`, sealed, for the `issue`-th collective of the axis' user channel."""
     return _seal(axis_comm, data, axis_comm.rank, issue) + data
 
 
-def opened(axis_comm: OfAxis, received: bytes, rank: int, issue: int) -> bytes:
+def opened(axis_comm: AxisComm, received: bytes, rank: int, issue: int) -> bytes:
     """What `rank` sealed. Raises :class:`AuthenticationError` if another process did."""
     seal, data = received[:_BYTES], received[_BYTES:]
     if not hmac.compare_digest(seal, _seal(axis_comm, data, rank, issue)):
@@ -130,7 +133,7 @@ def opened(axis_comm: OfAxis, received: bytes, rank: int, issue: int) -> bytes:
     return data
 
 
-def _seal(axis_comm: OfAxis, data: bytes, rank: int, issue: int) -> bytes:
+def _seal(axis_comm: AxisComm, data: bytes, rank: int, issue: int) -> bytes:
     # Without a job key the seal still proves that the sender can read the store.
     key = os.environ.get(KEY) or axis_comm.peers.world
     about = f"{axis_comm.name} {axis_comm.peers.world} {rank} {issue} "

@@ -18,6 +18,7 @@ from ltx.core.base.errors import AxisError, WorldError
 from ltx.core.comm.axis_comm import AxisComm, NewGroup
 from ltx.core.comm.backends import let_go
 from ltx.core.comm.peers import DEFAULT_HEARTBEAT_S, own_parts
+from ltx.core.comm.processes import ProcessRanks
 from ltx.core.comm.signature import Signature
 from ltx.core.ranks import axis as axes
 from ltx.core.ranks.axis import Axis
@@ -49,7 +50,7 @@ def open_axis(
             return _opened[group, name]
     world = [axis.comm for axis in axes.world_axes() if axis.comm is not None]
     of_world = (world[0].timeout, world[0].peers.heartbeat_s) if world else (_DEFAULT_TIMEOUT, DEFAULT_HEARTBEAT_S)
-    axis_comm = AxisComm(name, group, timeout or of_world[0], heartbeat_s or of_world[1])
+    axis_comm = ProcessRanks(name, group, timeout or of_world[0], heartbeat_s or of_world[1])
     axis = make(axis_comm.name, axis_comm.size, axis_comm)
     _opened[axis_comm.group, axis.name] = axis
     return axis

@@ -1,6 +1,6 @@
 """The ranks of an axis: one interface, :class:`Ranks`, and the :class:`Rule` of a collective.
 
-Ranks are processes (:class:`ltx.core.comm.AxisComm`), entries of a vmap level, or one rank alone. Code
+Ranks are processes (:class:`ltx.core.comm.processes.ProcessRanks`), entries of a vmap level, or one rank alone. Code
 that uses an axis calls its ranks' methods, and never asks which kind they are.
 """
 

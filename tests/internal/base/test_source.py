@@ -181,7 +181,7 @@ def test_training(hook: Any, ranks: Ranks) -> None:
 # Outside of the rooms of ranks and of the network nobody asks what the ranks of an axis are: they are told to act.
 #: A kind of an axis, the names of the kinds' classes, and the communicator of one of them.
 KINDS = {"simulated"}
-CLASSES = {"VmapRanks"}
+CLASSES = {"ProcessRanks", "VmapRanks"}
 #: Uses of a communicator (``axis.comm``), which only go down.
 MOST = 33
 
