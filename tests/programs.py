@@ -1,4 +1,4 @@
-"""Programs in processes of their own, which are ranks by what their environment says."""
+"""Programs in processes of their own, some of which are ranks by what their environment says."""
 
 from __future__ import annotations
 
@@ -30,6 +30,23 @@ def begun(command: list[str], environments: list[Environ]) -> list[subprocess.Po
         )
         for environ in environments
     ]
+
+
+def printed(*command: str, timeout_s: float = 100.0, cwd: Path = ROOT, **environ: str) -> str:
+    """What Python prints with these arguments, to its end in good order."""
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environ
+    whole = [sys.executable, *command]
+    done = subprocess.run(whole, cwd=cwd, env=environ, capture_output=True, text=True, timeout=timeout_s)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def writing(folder: Path, *command: str, **environ: str) -> subprocess.Popen[bytes]:
+    """A module of Python's that runs with these arguments, and writes to the folder's output.txt."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    whole, environ = [sys.executable, "-m", *command], os.environ | {"PYTHONPATH": path} | environ
+    with open(folder / "output.txt", "ab") as output:
+        return subprocess.Popen(whole, env=environ, cwd=ROOT, stdout=output, stderr=output)
 
 
 def end(processes: list[subprocess.Popen[str]]) -> None:

@@ -16,6 +16,7 @@ from types import ModuleType
 import pytest
 
 import ltx
+from tests.programs import printed
 
 SCRIPT = """
 import sys, torch
@@ -29,8 +30,7 @@ print(sorted(name for name in sys.modules if name in ("numpy.testing", "matplotl
 
 
 def test_import_brings_in_neither_dynamo_nor_anything_optional() -> None:
-    printed = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, check=True)
-    assert printed.stdout.split("\n")[:3] == ["[]", "['ltx.strategies.ddp']", "[]"]
+    assert printed("-W", "ignore", "-c", SCRIPT).split("\n")[:3] == ["[]", "['ltx.strategies.ddp']", "[]"]
 
 
 def test_without_numpy() -> None:
@@ -54,8 +54,7 @@ def test_with_the_oldest_torch() -> None:
         f"import torch\ntorch.__version__ = torch.torch_version.TorchVersion({oldest!r})\nimport ltx\n"
         "print(ltx.vmap(lambda x: ltx.psum(x))(torch.ones(2)).tolist())"
     )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
-    assert done.stdout == "[2.0, 2.0]\n", done.stderr
+    assert printed("-W", "ignore", "-c", script) == "[2.0, 2.0]\n"
 
 
 PUBLIC = ("ltx", "ltx.checkpoint", "ltx.errors", "ltx.extend", "ltx.hooks", "ltx.nn", "ltx.optim", "ltx.profile")

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
 import re
-import subprocess
-import sys
 import typing
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ import pytest
 import torch
 
 import ltx
+from tests.programs import printed
 from tests.train_on import refuses
 
 TESTS = Path(__file__).parent
@@ -256,9 +254,6 @@ def test_loops_before_and_after(tmp_path: Path) -> None:
         folder.mkdir()
         program = "\n".join(line[1:] for line in diff_of(page)[1] if line[:1] != gone)
         (folder / "train.py").write_text(program, encoding="utf-8")
-        environ = os.environ | {"PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "ltx", "run", "-n", "2", "train.py"]
-        done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr[-3000:]
+        printed("-m", "ltx", "run", "-n", "2", "train.py", cwd=folder, timeout_s=60)
         weights[page + gone] = torch.load(folder / "model.pt")
     torch.testing.assert_close(weights["ddp-"], weights["ddp+"], rtol=1e-4, atol=1e-5)

@@ -12,7 +12,6 @@ import io
 import os
 import re
 import statistics
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -23,9 +22,9 @@ import torch
 
 import ltx
 from tests.kinds import Ranks
+from tests.programs import ROOT, printed
 from tests.sent import sent
 
-ROOT = Path(__file__).parent.parent
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 BLOCK = re.compile(
     r"^(?:<!-- (?P<mark>[^\n]*) -->\n)?```python\n(?P<code>.*?)^```$"
@@ -130,15 +129,9 @@ def test_the_program_of_the_readme(launcher: str, tmp_path: Path) -> None:
     """It trains, leaves a model that a bare module loads, and goes on from its checkpoint when it is started again."""
     program = next(block.code for block in blocks_of(README) if "ltx.checkpoint.save" in block.code)
     (tmp_path / "train.py").write_text(program, encoding="utf-8")
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *LAUNCHERS[launcher], "train.py"]
 
     def run() -> str:
-        done = subprocess.run(
-            command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True, timeout=200
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout
+        return printed(*LAUNCHERS[launcher], "train.py", cwd=tmp_path, timeout_s=200)
 
     def epochs_of(printed: str) -> list[tuple[str, str]]:
         return re.findall(r"^epoch (\d): loss [\d.]+, accuracy ([\d.]+)%$", printed, re.MULTILINE)

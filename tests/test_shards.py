@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.needs import missing, needs, waiting
+from tests.programs import printed
 from tests.shards import claimed
 
 
@@ -39,7 +37,5 @@ def test_rows_whose_packages_are_missing_are_counted() -> None:
 @pytest.mark.full
 @pytest.mark.timeout(500)
 def test_gpu_on_cpu() -> None:
-    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--full", "tests/gpu"]
-    done = subprocess.run(run, env={**os.environ, "LTX_TEST_DEVICE": "cpu"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:]
-    assert " passed" in done.stdout
+    run = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--full", "tests/gpu")
+    assert " passed" in printed(*run, timeout_s=500, LTX_TEST_DEVICE="cpu")

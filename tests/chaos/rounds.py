@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,11 +21,11 @@ from typing import Any
 
 from tests import replicas, restarts
 from tests.chaos.schedule import Trouble, draw
+from tests.programs import writing
 
-ROOT = Path(__file__).parents[2]
 _LIMIT_S = 150.0
 #: A restart, or a replica that is looked for, takes some seconds; the troubles come when the training runs.
-_PAUSE_S = 0.1
+_PAUSE_S = "0.1"
 
 
 def play(seed: int) -> list[Trouble]:
@@ -43,7 +42,8 @@ def with_restarts(folder: Path, seed: int) -> list[Trouble]:
     """Two ranks; each kill ends both, which start again from their last checkpoint."""
     troubles = draw(seed, 3, troubles=2)
     command = ["ltx", "run", "-n", "2", "--max-restarts", "9", "-m", "tests.restarts", str(folder), "-1", "0"]
-    with started(folder, {}, *command) as process:
+    process = writing(folder, *command, LTX_TEST_PAUSE=_PAUSE_S)
+    with _all({0: process}):
         for trouble in troubles:
             _until(lambda: _pids(folder), process)
             time.sleep(trouble.after_s)
@@ -73,11 +73,12 @@ def with_replicas(folder: Path, seed: int) -> list[Trouble]:
     troubles, signals = draw(seed, count), list[tuple[str, float]]()
     lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=2000)
     environment = {"TORCHFT_LIGHTHOUSE": lighthouse.address(), "LTX_TEST_REPLICAS": str(count)}
+    environment["LTX_TEST_PAUSE"] = _PAUSE_S
     running: dict[int, subprocess.Popen[bytes]] = {}
-    with contextmanager(_all)(running):
+    with _all(running):
 
         def start(who: int) -> None:
-            running[who] = _start(folder, environment, "tests.replicas", str(folder), str(who), "?")
+            running[who] = writing(folder, "tests.replicas", str(folder), str(who), "?", **environment)
 
         def took_part(since: float) -> bool:
             """Whether all replicas have been in a step since then."""
@@ -126,13 +127,7 @@ def _until(happens: Callable[[], object], *processes: subprocess.Popen[bytes]) -
         time.sleep(0.1)
 
 
-def _start(folder: Path, environment: dict[str, str], *command: str) -> subprocess.Popen[bytes]:
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    whole = os.environ | {"PYTHONPATH": path, "LTX_TEST_PAUSE": str(_PAUSE_S)} | environment
-    with open(folder / "output.txt", "ab") as output:
-        return subprocess.Popen([sys.executable, "-m", *command], env=whole, cwd=ROOT, stdout=output, stderr=output)
-
-
+@contextmanager
 def _all(running: dict[int, subprocess.Popen[bytes]]) -> Iterator[None]:
     """Ends those that still run."""
     try:
@@ -142,13 +137,6 @@ def _all(running: dict[int, subprocess.Popen[bytes]]) -> Iterator[None]:
             process.send_signal(signal.SIGCONT)
             process.terminate()
             process.wait(30)
-
-
-@contextmanager
-def started(folder: Path, environment: dict[str, str], *command: str) -> Iterator[subprocess.Popen[bytes]]:
-    process = _start(folder, environment, *command)
-    with contextmanager(_all)({0: process}):
-        yield process
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
 
+from tests.programs import writing
 from tests.restarts import STEPS, check_end
 
 # Several processes start, all of them twice.
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
-ROOT = Path(__file__).parents[2]
 EVERY = 4  # the page's program saves so often
-
-
-def started(folder: Path, *command: str) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    with open(folder / "output.txt", "ab") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", *command], cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
-        )
 
 
 def entries(folder: Path) -> list[dict[str, Any]]:
@@ -47,7 +36,7 @@ def check(folder: Path, killed_at: int, sizes: tuple[int, int], went_on_at: int)
 def test_all_ranks_start_again_from_the_last_checkpoint(tmp_path: Path, seed: int) -> None:
     at, who = random.Random(seed).randrange(STEPS), random.Random(seed).randrange(2)
     mine = "tests.restarts", str(tmp_path), str(at), str(who)
-    done = started(tmp_path, "ltx", "run", "-n", "2", "--max-restarts", "1", "-m", *mine)
+    done = writing(tmp_path, "ltx", "run", "-n", "2", "--max-restarts", "1", "-m", *mine)
     assert done.wait(200) == 0, (tmp_path / "output.txt").read_text()[-3000:]
     check(tmp_path, at, (2, 2), at // EVERY * EVERY)
 
@@ -56,17 +45,11 @@ def test_a_machine_is_lost_and_the_other_goes_on_alone(tmp_path: Path, seed: int
     """Two launchers stand for two machines; one is killed with its rank."""
     at = random.Random(seed).randrange(STEPS)
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # the endpoint, which lives
-    options = [
-        "--nnodes=1:2",
-        "--nproc-per-node=1",
-        "--max-restarts=3",
-        "--monitor-interval=0.1",
-        "--rdzv-backend=c10d",
-    ]
-    options += [f"--rdzv-endpoint=localhost:{store.port}", "--local-addr=localhost"]
+    options = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--monitor-interval=0.1"]
+    options += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{store.port}", "--local-addr=localhost"]
     options += ["--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=2,is_host=0"]
     mine = "tests.restarts", str(tmp_path), str(at), "1", "and its launcher"
-    both = [started(tmp_path, "torch.distributed.run", *options, "-m", *mine) for _ in range(2)]
+    both = [writing(tmp_path, "torch.distributed.run", *options, "-m", *mine) for _ in range(2)]
     codes = sorted(launcher.wait(200) for launcher in both)
     if codes[0] != -9 or not list(tmp_path.glob("end.*.pt")):
         pytest.fail((tmp_path / "output.txt").read_text()[-3000:])

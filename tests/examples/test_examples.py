@@ -1,15 +1,16 @@
-"""Every example comes to what its twin in plain torch comes to, and runs as a script."""
+"""Every example comes to what its twin in plain torch comes to, and runs as a script; loops moved from DDP, too."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import json
-import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tests.covering import some
 from tests.kinds import Ranks
 from tests.needs import needs
+from tests.programs import ROOT, printed
 
-ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 # The file: for how many steps it is compared, and how near it comes. Sums in another order make the difference, and
 # batch norm and Adam magnify it.
@@ -63,14 +64,7 @@ def main_of(name: str, *args: Any) -> Any:
         return example.main(*args)
 
 
-def script(*command: str, folder: Path) -> str:
-    """What Python prints with these arguments."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+script = partial(printed, timeout_s=200)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's, of transformers
@@ -89,7 +83,7 @@ def test_two_ranks_come_to_what_plain_torch_comes_to(name: str, ranks: Ranks) ->
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", TWINS)
 def test_it_runs_as_a_script(name: str, tmp_path: Path) -> None:
-    script("-m", "ltx", "run", "-n", "2", str(EXAMPLES / f"{name}.py"), "--steps", "2", folder=tmp_path)
+    script("-m", "ltx", "run", "-n", "2", str(EXAMPLES / f"{name}.py"), "--steps", "2", cwd=tmp_path)
     assert not list(tmp_path.iterdir()), "an example leaves files behind where it is started"
 
 
@@ -97,8 +91,8 @@ def test_it_runs_as_a_script(name: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(240)
 def test_the_gpt_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     command = ["-m", "ltx", "run", "-n", "2", str(EXAMPLES / "train_gpt.py"), "--checkpoints", "here", "--steps"]
-    assert "step 2: loss" in script(*command, "3", folder=tmp_path)
-    assert re.findall(r"step (\d+): loss", script(*command, "5", folder=tmp_path)) == ["4"]
+    assert "step 2: loss" in script(*command, "3", cwd=tmp_path)
+    assert re.findall(r"step (\d+): loss", script(*command, "5", cwd=tmp_path)) == ["4"]
 
 
 @needs("matplotlib")
@@ -106,11 +100,11 @@ def test_the_gpt_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.timeout(240)
 def test_the_gpt_keeps_what_it_measures_where_it_is_told_to(tmp_path: Path) -> None:
     command = ["-m", "ltx", "run", "-n", "2", str(EXAMPLES / "train_gpt.py"), "--out", "here", "--steps", "3"]
-    printed = script(*command, folder=tmp_path)
+    told = script(*command, cwd=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "here" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert rows[0]["bytes"] > 4 * 300_000, "the gradients of a rank"
-    assert f"{rows[-1]['loss']:.4f}" in printed
+    assert f"{rows[-1]['loss']:.4f}" in told
     assert (tmp_path / "here" / "loss.png").stat().st_size > 1000
 
 
@@ -142,8 +136,8 @@ def test_a_sharded_layer_is_whole_only_while_it_runs(monkeypatch: pytest.MonkeyP
 @pytest.mark.timeout(400)
 def test_ray_train(tmp_path: Path) -> None:
     """The group that Ray makes is adopted, and the loss is that of one process."""
-    printed = script(str(EXAMPLES / "ray_train.py"), "--steps", "5", folder=tmp_path)
-    found = float(re.findall(r"^loss ([\d.]+)$", printed, re.MULTILINE)[-1])
+    told = script(str(EXAMPLES / "ray_train.py"), "--steps", "5", cwd=tmp_path)
+    found = float(re.findall(r"^loss ([\d.]+)$", told, re.MULTILINE)[-1])
     assert found == pytest.approx(main_of("plain.clip", 5)[-1], rel=1e-3)
 
 
@@ -171,3 +165,33 @@ def test_the_gallery_shows_every_example() -> None:
     for name in TWINS:
         assert f"![](pictures/{name}.svg)" in page
         assert (EXAMPLES / "pictures" / f"{name}.svg").exists()
+
+
+# Loops moved from DDP: how many lines are written for it, and that both print the same losses.
+FROM_DDP = EXAMPLES / "from_ddp"
+
+
+def code(name: str) -> list[str]:
+    """The lines of a twin below its docstring, without empty ones."""
+    return [line for line in (FROM_DDP / f"{name}.py").read_text(encoding="utf-8").splitlines()[1:] if line.strip()]
+
+
+@pytest.mark.parametrize(("name", "most"), [("mlp", 8), ("gpt2", 16), ("gan", 14)])
+def test_few_lines_are_new(name: str, most: int) -> None:
+    told = list(difflib.unified_diff(code(f"{name}_ddp"), code(f"{name}_ltx"), n=0))[2:]
+    new, gone = (sum(line.startswith(sign) for line in told) for sign in "+-")
+    assert new <= most, told
+    assert new < gone
+
+
+@pytest.mark.full
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", ["mlp", "gan", pytest.param("gpt2", marks=needs("transformers"))])
+def test_they_print_the_same(name: str, tmp_path: Path) -> None:
+    """The second time they go on from what the first has saved, where they save."""
+    launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    loops = [(str(FROM_DDP / f"{name}_{kind}.py"), str(tmp_path / kind)) for kind in ("ddp", "ltx")]
+    for _ in range(2):
+        by_ddp, by_ltx = (printed(*launched, *loop) for loop in loops)
+        assert by_ddp == by_ltx
+        assert by_ddp.startswith("epoch ")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests import replicas
+from tests.programs import writing
 
 pytestmark = [
     pytest.mark.timeout(300),  # several processes start, some of them twice
     pytest.mark.skipif(find_spec("torchft") is None, reason="needs pip install 'ltx[torchft]'"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:google"),
 ]
-ROOT = Path(__file__).parents[2]
 Start = Callable[..., subprocess.Popen[bytes]]
 
 
@@ -30,18 +28,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=2000)
     common = {"TORCHFT_LIGHTHOUSE": lighthouse.address(), "LTX_TEST_REPLICAS": "2"}
-    common["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     running: list[subprocess.Popen[bytes]] = []
 
     def run(name: str, steps: int, kill: int = 0, ranks: int = 1) -> subprocess.Popen[bytes]:
         mine = ["-m", "tests.replicas", str(tmp_path), name, str(steps), str(kill)]
-        launcher = ["-m", "ltx", "run", "-n", str(ranks), "--max-restarts", "1"]
-        with open(tmp_path / "output.txt", "ab") as output:
-            running.append(
-                subprocess.Popen(
-                    [sys.executable, *launcher, *mine], env=os.environ | common, cwd=ROOT, stdout=output, stderr=output
-                )
-            )
+        launcher = ["ltx", "run", "-n", str(ranks), "--max-restarts", "1"]
+        running.append(writing(tmp_path, *launcher, *mine, **common))
         return running[-1]
 
     yield run

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from functools import cache
 
 import pytest
 
 from tests.covering import some
+from tests.programs import printed
 
 Outcomes = dict[str, tuple[str, list[str]]]
 
@@ -39,11 +38,7 @@ def outcomes(kind: str) -> Outcomes:
     """By row: what went wrong, and where it waited. A process of its own, to which the device is an accelerator."""
     seed = random.SystemRandom().randrange(1 << 24)
     print(f"seed {seed}")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.fake_gpu.rows", str(seed), kind], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    found: Outcomes = json.loads(done.stdout)
+    found: Outcomes = json.loads(printed("-m", "tests.fake_gpu.rows", str(seed), kind, timeout_s=180))
     return found
 
 

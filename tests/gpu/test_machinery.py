@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -17,6 +14,7 @@ from ltx.core.gradients import marker
 from ltx.core.ranks.axis import axes_in_scope
 from ltx.errors import UnsupportedError
 from tests.gpu.device import DEVICE, HALVES, batch, check, loss_of, model, needs_cuda, on_cpu, params_of
+from tests.programs import printed
 from tests.train_on import go_on
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
@@ -227,9 +225,6 @@ print(ltx.launch(where, 1, start_method="fork"))
 
 def test_a_fork_uses_the_gpu() -> None:
     """Neither ltx's import nor its start of workers begins anything of CUDA's in their parent."""
-    environment = {**os.environ, **({} if DEVICE == "cuda" else {"CUDA_VISIBLE_DEVICES": ""})}
-    done = subprocess.run(
-        [sys.executable, "-c", FORK], env=environment, capture_output=True, text=True, timeout=55, check=False
-    )
     backend = "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo"
-    assert done.stdout.strip() == str([(DEVICE, 3.0, backend)]), done.stderr[-2000:]
+    told = printed("-c", FORK, timeout_s=55, **({} if DEVICE == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}))
+    assert told.strip() == str([(DEVICE, 3.0, backend)])

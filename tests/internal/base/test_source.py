@@ -6,8 +6,6 @@ import ast
 import importlib.util
 import pkgutil
 import re
-import subprocess
-import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -21,6 +19,7 @@ import ltx
 from ltx.core.base import private
 from ltx.errors import UnsupportedError
 from tests.kinds import Params, Ranks
+from tests.programs import printed
 from tests.train_on import refuses, trained
 
 LTX = Path(__file__).parents[3] / "ltx"
@@ -113,9 +112,7 @@ print(ltx.vmap(ltx.psum)(torch.ones(2)).tolist())
 
 
 def test_ltx_is_imported_all_the_same() -> None:
-    done = subprocess.run([sys.executable, "-c", LATER], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    told, value = done.stdout.splitlines()
+    told, value = printed("-c", LATER).splitlines()
     assert "torch._C._will_engine_execute_node, torch._assert_async" in told
     assert value == "[2.0, 2.0]"
 
