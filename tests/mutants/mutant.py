@@ -73,26 +73,48 @@ def named(node: ast.AST, top: bool) -> list[str]:
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
-@dataclass(frozen=True)
-class Mutant:
+class At(NamedTuple):
     """`old`, which occurs exactly once in what `where` names, becomes `new`.
 
     Attributes:
-        name: what `python -m tests.mutants NAME` calls it: the room, and what is wrong.
         where: the qualified name of a function, class or variable, without its module: that may change.
         old, new: the code, and what replaces it; line breaks and comments don't count.
-        breaks: what goes wrong for a user, in a line.
-        tests: pytest's arguments, nearest first: files, or tests of a file, that should fail. All in the fast suite.
-        full: why only the full suite kills it; empty if the fast one does.
     """
 
-    name: str
     where: str
     old: str
     new: str
-    breaks: str
-    tests: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A change of the code.
+
+    Attributes:
+        says: "NAME -> what goes wrong for a user"; the name says the room, and what is wrong.
+        at: what is changed.
+        tests: pytest's argument, or some, nearest first: files, or tests of a file, that should fail. All in the fast
+            suite.
+        full: why only the full suite kills it; empty if the fast one does.
+    """
+
+    says: str
+    at: At
+    tests: str | tuple[str, ...]
     full: str = ""
+
+    @property
+    def name(self) -> str:
+        """What `python -m tests.mutants NAME` calls it."""
+        return self.says.partition(" -> ")[0]
+
+    @property
+    def breaks(self) -> str:
+        return self.says.partition(" -> ")[2]
+
+    @property
+    def nearest(self) -> tuple[str, ...]:
+        return (self.tests,) if isinstance(self.tests, str) else self.tests
 
     def place(self, root: Path) -> Place:
         """Where `old` stands below `root`.
@@ -100,18 +122,19 @@ class Mutant:
         Raises:
             ValueError: not in exactly one place: the code has changed, and the mutant has to follow.
         """
-        wanted = [token.text for token in tokens(self.old)]
+        where, old, _ = self.at
+        wanted = [token.text for token in tokens(old)]
         found = set()
-        for path, start, end in definitions(root).get(self.where, ()):
+        for path, start, end in definitions(root).get(where, ()):
             code = tokens(path.read_text(encoding="utf-8")[start:end])
             for i in range(len(code) - len(wanted) + 1):
                 if [token.text for token in code[i : i + len(wanted)]] == wanted:
                     found.add(Place(path, start + code[i].start, start + code[i + len(wanted) - 1].end))
         if len(found) != 1:
-            files = ", ".join(sorted({str(p.path.relative_to(root)) for p in definitions(root).get(self.where, ())}))
+            files = ", ".join(sorted({str(p.path.relative_to(root)) for p in definitions(root).get(where, ())}))
             raise ValueError(
-                f"mutant {self.name}: its old code occurs {len(found)} times in {self.where} ({files or 'no file'}), "
-                f"expected once. Write what stands there now into tests/mutants/: {self.old!r}"
+                f"mutant {self.name}: its old code occurs {len(found)} times in {where} ({files or 'no file'}), "
+                f"expected once. Write what stands there now into tests/mutants/: {old!r}"
             )
         return found.pop()
 
@@ -121,7 +144,7 @@ class Mutant:
         text = path.read_text(encoding="utf-8")
         line = text[text.rfind("\n", 0, start) + 1 :]
         indent = line[: len(line) - len(line.lstrip())]
-        return path, text[:start] + self.new.replace("\n", f"\n{indent}") + text[end:]
+        return path, text[:start] + self.at.new.replace("\n", f"\n{indent}") + text[end:]
 
     def apply(self, tree: Path) -> tuple[Path, str]:
         """Put the defect into the copy `tree` of the project; gives the file, and the text that was there."""

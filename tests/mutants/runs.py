@@ -109,7 +109,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def outcome(mutant: Mutant, tree: Path, nearest: bool, full: bool) -> Outcome:
     """Run the tests on a mutant, stage by stage, until one fails; `tree` is as before afterwards."""
-    stages = [("nearest", [*mutant.tests], NEAREST_LIMIT_S)]
+    stages = [("nearest", [*mutant.nearest], NEAREST_LIMIT_S)]
     if not nearest:
         stages.append(("fast suite", [], SUITE_LIMIT_S))
         if full:
@@ -174,14 +174,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     _end(process)
                 raise
         # A kill means something only if the same tests pass without the mutant.
-        every = list(dict.fromkeys(test for m in chosen for test in m.tests))
+        every = list(dict.fromkeys(test for m in chosen for test in m.nearest))
         clean = failure(trees.get(), every, SUITE_LIMIT_S)
     outcomes = [found for found in results if isinstance(found, Outcome)]
     survivors = [found for found in outcomes if not found.as_expected]
     killed = sum(bool(found.killer) for found in outcomes)
     print(f"\n{killed} of {len(chosen)} killed, {len(outcomes) - killed} survived, {len(survivors)} of them unmarked")
     for found in survivors:
-        print(f"  {found.mutant.name} ({found.mutant.where}): {found.mutant.breaks}")
+        print(f"  {found.mutant.name} ({found.mutant.at.where}): {found.mutant.breaks}")
     for error in results:
         if isinstance(error, CannotTellError):
             print(f"\n{error}")

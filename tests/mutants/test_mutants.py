@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutants import MUTANTS
-from tests.mutants.mutant import Mutant
+from tests.mutants.mutant import At, Mutant
 from tests.mutants.runs import ROOT, failure
 
 
@@ -15,7 +15,7 @@ from tests.mutants.runs import ROOT, failure
 def test_a_mutant_applies_and_compiles(mutant: Mutant) -> None:
     path, text = mutant.applied(ROOT / "ltx")
     compile(text, path, "exec")
-    for test in mutant.tests:
+    for test in mutant.nearest:
         path, _, name = test.partition("::")
         assert not name or name.split("[")[0] in (ROOT / path).read_text(encoding="utf-8"), test
         assert (ROOT / path).exists(), test
@@ -45,7 +45,7 @@ def test_code_may_move_and_be_laid_out_otherwise(name: str, tmp_path: Path) -> N
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_text(HALF + "\n\ndef half(x):\n    return divided(x, 2)\n")
-    mutant = Mutant("half", "Half.half", "return divided(x, 2)", "x = x\nreturn x", "nothing", ("tests",))
+    mutant = Mutant("half", At("Half.half", "return divided(x, 2)", "x = x\nreturn x"), "tests")
     found, text = mutant.applied(tmp_path)
     assert found == path
     assert text == path.read_text().replace(LAID_OUT, "        x = x\n        return x\n")
@@ -58,7 +58,7 @@ def test_code_that_has_changed_is_told(tmp_path: Path) -> None:
         ("Half.half", "x", 3, "a.py"),
         ("half", "return", 0, "no file"),
     ]:
-        mutant = Mutant("half", where, old, "", "nothing", ("tests",))
+        mutant = Mutant("half", At(where, old, ""), "tests")
         with pytest.raises(ValueError, match=rf"old code occurs {times} times in {where} \({there}\), expected once"):
             mutant.applied(tmp_path)
 
