@@ -83,7 +83,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """What isn't run because a package is missing."""
     if said := config.stash.get(WAITING, ""):
         terminalreporter.write_line(said)
 
@@ -136,7 +135,6 @@ def started() -> Iterator[Callable[..., Ranks]]:
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[dict[int, Pool]]:
-    """The session's pools, by their number of workers."""
     started: dict[int, Pool] = {}
     yield started
     for pool in started.values():
@@ -190,7 +188,6 @@ def _threads() -> int:
 
 @pytest.fixture(autouse=True)
 def undrawn(request: pytest.FixtureRequest) -> None:
-    """Each test has a seed of its own."""
     request.session.stash[SEEDED] = set()
     if DRAWN in request.session.stash:
         del request.session.stash[DRAWN]
@@ -208,7 +205,6 @@ def seed_of_test(session: pytest.Session) -> int:
 
 
 def _seed(seed: int) -> None:
-    """Each rank draws numbers of its own."""
     seed += dist.get_rank()
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)

@@ -84,12 +84,10 @@ class Ranks:
         self.processes.append(process)
 
     def told(self, rank: int, timeout_s: float = 60.0) -> Any:
-        """What `rank` tells next."""
         assert self.lines[rank].poll(timeout_s), f"rank {rank} tells nothing"
         return self.lines[rank].recv()
 
     def close(self) -> None:
-        """End them."""
         for process in (*self.processes, *([self.holder] if self.holder else [])):
             process.kill()
             process.join()
@@ -141,7 +139,6 @@ def _hold(end: Connection) -> None:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

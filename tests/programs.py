@@ -50,7 +50,6 @@ def writing(folder: Path, *command: str, **environ: str) -> subprocess.Popen[byt
 
 
 def end(processes: list[subprocess.Popen[str]]) -> None:
-    """Kill what still runs."""
     for process in processes:
         process.kill()
         process.wait()

@@ -37,7 +37,6 @@ def digest(state: Any) -> str:
 
 
 def example() -> Any:
-    """The module of the example."""
     sys.path.insert(0, str(EXAMPLES))
     try:
         return import_module("torchft_hook")

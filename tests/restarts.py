@@ -25,7 +25,6 @@ STEPS = SAMPLES // BATCH * EPOCHS
 
 
 def program() -> str:
-    """The page's program."""
     return PAGE.read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
 
 

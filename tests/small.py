@@ -23,7 +23,6 @@ def mean_loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
 
 
 def make(strategy: ltx.Strategy | None = None, loss_fn: Callable[..., Any] = loss, **kwargs: Any) -> tuple[Any, Any]:
-    """A train step, and its state at the start."""
     step = ltx.data_parallel(loss_fn, strategy or ltx.DDPStrategy())
     train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.AdamW, lr=0.05), **kwargs)
     generator = torch.Generator().manual_seed(2)

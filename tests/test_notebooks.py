@@ -36,7 +36,6 @@ def read(path: Path) -> Any:
 
 
 def code_cells(notebook: Any) -> list[Any]:
-    """The cells that run."""
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 

@@ -44,7 +44,6 @@ class Block(NamedTuple):
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """The Python blocks of a page."""
     text, found = page.read_text(encoding="utf-8"), []
     for match in BLOCK.finditer(text):
         mark = match["mark"] or ""

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks.gpt import GPT, PARAGRAPH, Corpus, read_topics, split
+from tests.train_on import refuses
 
 
 @pytest.fixture
@@ -46,15 +47,13 @@ def test_the_held_out_text_is_the_end_and_none_of_it_was_trained_on(topics: str)
 
 
 def test_a_text_without_paragraphs_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"text: no paragraph ends in its last 10%"):
-        split("one line")
+    refuses(ValueError, r"text: no paragraph ends in its last 10%", split, "one line")
 
 
 def test_tokens_are_characters(topics: str, corpus: Corpus) -> None:
     train, validation = split(topics)
     assert (decoded(corpus, corpus.train), decoded(corpus, corpus.validation)) == (train, validation)
-    assert len(corpus.characters) == len(set(topics))
-    assert corpus.train.dtype == torch.int64
+    assert (len(corpus.characters), corpus.train.dtype) == (len(set(topics)), torch.int64)
     assert corpus.train.max() < len(corpus.characters)
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks import gpu
 from benchmarks.gpu import Outcome, Part, Results
+from tests.train_on import refuses
 
 ROOT = Path(__file__).parents[2]
 NONE = {"python": "3.11.9", "torch": None, "gpus": 0, "missing": []}
@@ -32,14 +33,12 @@ def found(monkeypatch: pytest.MonkeyPatch, facts: dict[str, dict[str, Any]]) -> 
 
 def test_the_first_interpreter_that_sees_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = found(monkeypatch, {"a": NONE, "b": CPU, "c": CUDA, "d": CUDA})
-    assert gpu.interpreter() == ("c", CUDA)
-    assert ran == []
+    assert (gpu.interpreter(), ran) == (("c", CUDA), [])
 
 
 def test_none_sees_one(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = found(monkeypatch, {"a": NONE, "b": CPU})
-    with pytest.raises(gpu.NoGpuError, match=r"^no GPU: a has no torch; b has torch 2.13.0\+cpu, which sees no GPU$"):
-        gpu.interpreter()
+    refuses(gpu.NoGpuError, r"^no GPU: a has no torch; b has torch 2.13.0\+cpu, which sees no GPU$", gpu.interpreter)
     assert ran == []
 
 
@@ -70,15 +69,12 @@ def test_what_is_missing_is_installed_beside_torch(still: list[str], monkeypatch
         assert gpu.install_missing("c", facts) == still
     [command] = ran
     assert command[command.index("--target") + 1] == str(gpu.BESIDE)
-    assert command[-2:] == ["optree", "pytest-timeout"]
-    assert gpu.install_missing("c", CUDA) == []
-    assert len(ran) == 1
+    assert (command[-2:], gpu.install_missing("c", CUDA), len(ran)) == (["optree", "pytest-timeout"], [], 1)
 
 
 @pytest.mark.full
 def test_what_is_tried_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(gpu.NoGpuError, match="ltx doesn't run on the GPU: "):
-        gpu.check(sys.executable)
+    refuses(gpu.NoGpuError, "ltx doesn't run on the GPU: ", gpu.check, sys.executable)
     here = gpu.CHECK.replace("cpu:gloo,cuda:nccl", "gloo").replace("x.is_cuda and ", "")
     monkeypatch.setattr(gpu, "CHECK", here)
     gpu.check(sys.executable)
@@ -151,11 +147,9 @@ def test_no_time_left(tmp_path: Path) -> None:
 
 
 def test_the_parts_are_there() -> None:
-    """Modules that are run, options that they know, and names that tell them apart."""
     assert len({each.name for each in gpu.PARTS}) == len(gpu.PARTS)
     for each in gpu.PARTS:
-        assert each.arguments[0] == "-m"
-        assert each.tests == (each.arguments[1] == "tests.shards")
+        assert (each.arguments[0], each.tests) == ("-m", each.arguments[1] == "tests.shards")
         if not each.tests:
             assert (ROOT / f"{each.arguments[1].replace('.', '/')}.py").exists()
 

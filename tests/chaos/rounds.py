@@ -129,7 +129,6 @@ def _until(happens: Callable[[], object], *processes: subprocess.Popen[bytes]) -
 
 @contextmanager
 def _all(running: dict[int, subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Ends those that still run."""
     try:
         yield
     finally:

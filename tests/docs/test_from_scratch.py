@@ -34,7 +34,6 @@ def page() -> dict[str, Any]:
 
 
 def of_page(names: dict[str, Any], **buckets: Any) -> SimpleNamespace:
-    """What is compared, by the page's functions."""
     step = (
         names["data_parallel"](loss_fn, names["in_buckets"](**buckets)) if buckets else names["data_parallel"](loss_fn)
     )
@@ -71,7 +70,6 @@ def of_ltx() -> SimpleNamespace:
 
 
 def computed(by: SimpleNamespace, start: Any, x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
-    """Everything under every transform, on one rank."""
     found: dict[str, Any] = {}
     given = x[:2]  # as many rows as ranks
     for name in ("psum", "all_gather", "psum_scatter"):

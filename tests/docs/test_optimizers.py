@@ -39,8 +39,6 @@ class Sgd:
 
 
 def after(change: Callable[[Params, Params], Params]) -> Callable[[Params, Tensor], Params]:
-    """The end of a training by SGD on changed gradients."""
-
     def run(params: Params, batches: Tensor) -> Params:
         sgd = Sgd()
         for x in batches:

@@ -26,7 +26,6 @@ BLOCK = re.compile(r"^```\{eval-rst\}\n\.\. currentmodule:: (\S+)\n+\.\. autosum
 
 
 def public_names(module: str) -> set[str]:
-    """The functions and classes that `module` offers."""
     owner = import_module(module)
     found = {name: getattr(owner, name) for name in dir(owner) if not name.startswith("_")}
     return {

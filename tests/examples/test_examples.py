@@ -59,7 +59,6 @@ def imported(name: str) -> Iterator[Any]:
 
 
 def main_of(name: str, *args: Any) -> Any:
-    """What main() of an example returns."""
     with imported(name) as example:
         return example.main(*args)
 

@@ -42,7 +42,6 @@ _READS = (
 
 
 def register() -> None:
-    """Make the device known to torch, once a process."""
     _setup_privateuseone_for_python_backend("fakegpu")
 
 
@@ -164,7 +163,6 @@ def device() -> Iterator[None]:
 
 
 def put(values: Any) -> Any:
-    """A tree's tensors on the device."""
     return tree_map_only(torch.Tensor, OnDevice, values)
 
 

@@ -26,7 +26,6 @@ _failed: list[str] = []
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Write the outcome of a test."""
     if report.failed:
         _failed.append(report.nodeid)
     path = os.environ.get(REPORT)
@@ -42,7 +41,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.fixture(scope="session")
 def started_pools() -> Iterator[list[Pool]]:
-    """The pool that is there, if any."""
     started: list[Pool] = []
     yield started
     for pool in started:

@@ -49,28 +49,23 @@ def without_waiting() -> Iterator[None]:
 
 
 def synchronize() -> None:
-    """Wait for the device."""
     if DEVICE == "cuda":
         torch.cuda.synchronize()
 
 
 def model() -> nn.Module:
-    """A small model, the same wherever it is made."""
     torch.manual_seed(0)
     layers = (nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
     return nn.Sequential(*layers).to(DEVICE)
 
 
 def batch(step: int, samples: int = 16) -> tuple[Tensor, Tensor]:
-    """Inputs and targets."""
     drawn = torch.Generator().manual_seed(step)
     x, y = torch.randn(samples, 32, generator=drawn), torch.randint(8, (samples,), generator=drawn)
     return x.to(DEVICE), y.to(DEVICE)
 
 
 def loss_of(module: nn.Module) -> Loss:
-    """The mean cross-entropy as a function of the parameters."""
-
     def loss(params: Any, x: Tensor, y: Tensor) -> Tensor:
         return nn.functional.cross_entropy(ltx.functional_call(module, params, (x,)), y)
 
@@ -78,17 +73,14 @@ def loss_of(module: nn.Module) -> Loss:
 
 
 def params_of(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of its parameters."""
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
 def on_cpu(value: Any) -> Any:
-    """A copy of a tree of tensors on the CPU."""
     return ltx.tree.map(lambda x: x.detach().cpu().clone() if isinstance(x, Tensor) else x, value)
 
 
 def as_fp16_gives(grads: Iterable[Tensor]) -> list[Tensor]:
-    """Gradients as the FP16 hook gives them to one rank."""
     return [g.half().to(g.dtype) for g in grads]
 
 
@@ -98,7 +90,6 @@ def grads_of(loss: Loss, params: dict[str, Tensor], step: int) -> list[Tensor]:
 
 
 def halves_of(loss: Loss, params: dict[str, Tensor], step: int) -> list[Tensor]:
-    """The same as the FP16 hook gives them."""
     return as_fp16_gives(grads_of(loss, params, step))
 
 

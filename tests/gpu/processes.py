@@ -45,7 +45,6 @@ def on_two(fn: Callable[..., Any], folder: Path, *args: Any, backend: str | None
 
 
 def main(call: Path) -> None:
-    """One rank."""
     fn, args, backend = pickle.loads(call.read_bytes())
     try:
         with ltx.init(backend=backend, timeout=timedelta(seconds=TIMEOUT_S)):

@@ -87,7 +87,6 @@ def test_a_step_on_half_the_batch_each(overlap: str, workers: Any, tmp_path: Pat
 
 
 def under_ddp() -> dict[str, Tensor]:
-    """A hook of ltx in DDP."""
     module = model()
     ddp = nn.parallel.DistributedDataParallel(module)
     ddp.register_comm_hook(None, ltx.hooks.to_torch(ltx.hooks.AllReduce(), ddp))

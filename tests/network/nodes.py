@@ -36,7 +36,6 @@ def start() -> dict[str, Tensor]:
 
 
 def batch() -> Tensor:
-    """That of all ranks together."""
     return torch.randn(SAMPLES, 5, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
 
 

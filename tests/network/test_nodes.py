@@ -45,7 +45,6 @@ def run(commands: Sequence[Sequence[str]], link: links.Link) -> list[tuple[int, 
 
 
 def by_torchrun(folder: Path, link: links.Link) -> list[list[str]]:
-    """What is typed on each of two hosts."""
     address = link.address
     return [
         [

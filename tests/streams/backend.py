@@ -64,7 +64,6 @@ LOG = Log()
 
 
 def log() -> Log:
-    """That of the process in which it is called."""
     return LOG
 
 
@@ -74,8 +73,6 @@ _changes = threading.Lock()
 
 
 class StreamWork:
-    """One collective on its way."""
-
     hung_s = HUNG_S
 
     def __init__(self, what: str, tensors: list[torch.Tensor], hung: threading.Event):
@@ -352,8 +349,6 @@ def reader() -> str:
 
 
 def register() -> None:
-    """Make the backend known to torch, in this process."""
-
     def make(store: Any, rank: int, size: int, timeout: timedelta) -> StreamGroup:
         return StreamGroup(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size, timeout)
 

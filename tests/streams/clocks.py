@@ -100,7 +100,6 @@ class Clocks(Host):
         self._memory: dict[int, Memory] = {}
 
     def stream(self, name: str) -> Stream:
-        """A new one."""
         self.streams.append(Stream(self, f"{name} {len(self.streams)}"))
         return self.streams[-1]
 

@@ -24,7 +24,6 @@ class StreamedPool:
         self._pool, self._hung_s = pool, hung_s
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float | None = None, **kwargs: Any) -> PerRank[Any]:
-        """As :meth:`ltx.Pool.run`."""
         return self._pool.run(on_streams, fn, *args, timeout_s=timeout_s, hung_s=self._hung_s, **kwargs)
 
 

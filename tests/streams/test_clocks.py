@@ -45,8 +45,7 @@ def found(name: str, plant: Callable[[], None] = lambda: None) -> Found:
 @pytest.mark.parametrize("name", some(ROWS, "update", "zero", "asynchronous"))
 def test_all_uses_of_memory_are_ordered(name: str, ranks: Ranks) -> None:
     for faults, held_up in ranks(2).run(found, name):
-        assert faults == []
-        assert held_up == []
+        assert (faults, held_up) == ([], [])
 
 
 def _no_fence() -> None:

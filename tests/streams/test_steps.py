@@ -133,8 +133,7 @@ def test_a_default_step_reads_nothing(name: str, ranks: Ranks) -> None:
     strategy, options = STRATEGIES[name]
     for _, _, read in StreamedPool(ranks(2)).run(trained, strategy, steps=5, **options):
         for of_step in read[2:]:  # the first one compares ranks
-            assert of_this_step(of_step) == []
-            assert len([line for line in of_step if OF_LAST_STEP in line]) == 1
+            assert (of_this_step(of_step), len([line for line in of_step if OF_LAST_STEP in line])) == ([], 1)
 
 
 def test_one_communicator_an_axis(ranks: Ranks) -> None:

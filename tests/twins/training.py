@@ -83,7 +83,6 @@ def on_a_rank(build: Callable[[nn.Module], Any], seed: int, sizes: tuple[int, ..
 
 
 def ddp(seed: int, sizes: tuple[int, ...], steps: int = STEPS) -> tuple[Tensor, Params]:
-    """DistributedDataParallel with torch's AdamW."""
     module, batches = problem(seed, sizes, steps)
     replica = DistributedDataParallel(module)
     losses, parameters = one_process(module, [by_rank[ltx.world().rank] for by_rank in batches], replica)
@@ -93,7 +92,6 @@ def ddp(seed: int, sizes: tuple[int, ...], steps: int = STEPS) -> tuple[Tensor, 
 def one_process(
     module: nn.Module, batches: list[tuple[Tensor, Tensor]], call: nn.Module | None = None, **kwargs: Any
 ) -> tuple[Tensor, Params]:
-    """The bare torch loop."""
     optimizer = torch.optim.AdamW(module.parameters(), **{"lr": LR, **kwargs})
     return loop_of_torch(optimizer, call or module, batches), params_of(module)
 

@@ -136,8 +136,7 @@ def test_processes_pass_over_together(ranks: Ranks, tmp_path: Path) -> None:
             return step, [str(w.message) for w in seen]
 
         (step, said), *others = ranks(3).run(on_a_rank)
-        assert step == 1
-        assert len(said) == 1
+        assert (step, len(said)) == (1, 1)
         assert str(file) in said[0]
         assert others == [(1, [])] * 2
         shutil.rmtree(whole)
@@ -299,8 +298,7 @@ def test_another_runs_checkpoints_stay(of_others: Path) -> None:
     assert directory.steps(of_others) == [5, 4, 2, 1]
     with pytest.raises(CheckpointError, match=r"step_00000005 was saved by another run\. Give another directory"):
         ltx.checkpoint.save(of_others, state_of(5), keep=1)
-    assert directory.steps(of_others) == [5, 4, 2, 1]
-    assert list(of_others.glob(".*")) == []
+    assert (directory.steps(of_others), list(of_others.glob(".*"))) == ([5, 4, 2, 1], [])
 
 
 def test_who_goes_on_from_them_continues_the_run(of_others: Path) -> None:
@@ -442,8 +440,7 @@ def test_killed_after_the_renames(host: str, tmp_path: Path) -> None:
     """The old one is of no use any more: it doesn't come back when the new one is removed."""
     save(tmp_path, "old")
     killed(tmp_path, (lambda source, target: Path(target).name.startswith("step_")), host)
-    assert len(names(tmp_path)) == 2
-    assert loaded(tmp_path) == "new"
+    assert (len(names(tmp_path)), loaded(tmp_path)) == (2, "new")
     shutil.rmtree(tmp_path / "step_00000000")
     assert ltx.checkpoint.latest(tmp_path) is None
 
@@ -468,9 +465,7 @@ def test_who_looks_between_the_renames_finds_the_old_one(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(os, "rename", look)
     save(tmp_path, "new")
-    assert found == ["old", "old"]
-    assert loaded(tmp_path) == "new"
-    assert names(tmp_path) == ["step_00000000"]
+    assert (found, loaded(tmp_path), names(tmp_path)) == (["old", "old"], "new", ["step_00000000"])
 
 
 def test_one_that_cant_be_replaced_is_still_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,8 +480,7 @@ def test_one_that_cant_be_replaced_is_still_there(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "rename", fail)
     said(CheckpointError, save, tmp_path, "new")
     monkeypatch.undo()
-    assert names(tmp_path) == ["step_00000000"]
-    assert loaded(tmp_path) == "old"
+    assert (names(tmp_path), loaded(tmp_path)) == (["step_00000000"], "old")
 
 
 def test_one_that_cant_be_put_back_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

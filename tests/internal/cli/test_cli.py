@@ -23,7 +23,6 @@ torchrun = pytest.importorskip("torch.distributed.run")
 
 
 def run_ltx(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """``python -m ltx`` in a process of its own, warnings shown."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", "ltx", *arguments]
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=110)

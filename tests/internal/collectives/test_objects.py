@@ -115,8 +115,6 @@ def test_what_isnt_from_a_rank_of_this_job_is_not_unpickled(ranks: Ranks, tmp_pa
 
 @dataclass
 class Evil:
-    """Sent to another rank, it makes a directory there."""
-
     path: Path
 
     def __reduce__(self) -> Any:

@@ -132,8 +132,7 @@ def test_what_all_ranks_raise_before_anything_was_sent_changes_nothing(sockets: 
         return comm.resolve("data") is axis, raised, params, _trains(lambda step: False)[1]
 
     for same, raised, params, undisturbed in on_new_axis(run, sockets=sockets):
-        assert (same, raised) == (True, ["BrokenError: bad batch"] * 2)
-        assert params == undisturbed
+        assert (same, raised, params) == (True, ["BrokenError: bad batch"] * 2, undisturbed)
 
 
 def test_who_came_and_left_the_step_has_come(on_new_axis: OnNewAxis) -> None:

@@ -120,8 +120,7 @@ def test_a_transport_with_work_is_advanced_without_a_pause(clock: Clock, monkeyp
 
     monkeypatch.setattr(store_exchange, "progress_everywhere", progress)
     assert not poll_until(lambda: False, 0.21, lambda: looks.append(clock.now))
-    assert clock.pauses == []
-    assert looks == [4 / 64, 8 / 64, 12 / 64]
+    assert (clock.pauses, looks) == ([], [4 / 64, 8 / 64, 12 / 64])
 
 
 def test_a_store_that_is_shared_by_processes() -> None:

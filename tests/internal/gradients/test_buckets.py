@@ -90,8 +90,6 @@ def test_a_bias_travels_with_its_weights() -> None:
 # Pending reductions: on each phase's channel issues go out in bucket order, whatever order collectives complete in.
 @dataclass(frozen=True)
 class Twice(CommHook):
-    """Two sums, one after the other."""
-
     phases: ClassVar[int] = 2
 
     def reduce(self, inputs: BucketInput) -> Reduction:
@@ -115,8 +113,6 @@ class Work:
 
 @dataclass
 class Channel:
-    """Takes down what is issued on it."""
-
     issued: list[str] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
 

@@ -111,8 +111,7 @@ def test_is_a_value() -> None:
     others = [qadam(0.1, warmup_steps=5), qadam(0.1, warmup_steps=6), qadam(0.2, warmup_steps=5)]
     assert all(optimizer != other for other in [*others, from_torch(torch.optim.Adam, lr=0.1)])
     fields = "lr=0.1, warmup_steps=5, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0, bagua_exact=True"
-    assert repr(optimizer) == f"qadam({fields})"
-    assert optimizer.strategy == "QAdam"
+    assert (repr(optimizer), optimizer.strategy) == (f"qadam({fields})", "QAdam")
 
 
 AT_LEAST = "warmup_steps must be a whole number of at least"

@@ -32,6 +32,7 @@ from tests.contract.optim.cases import clone, same_bits
 from tests.contract.optim.test_base import trace_init, trace_update
 from tests.contract.optim.test_opaque import Anchored
 from tests.contract.training.test_guard import INF, NAN
+from tests.train_on import refuses
 
 adamw, sgd = from_torch(AdamW, lr=0.1), from_torch(SGD, lr=lambda count: 0.1 / (1 + count), momentum=0.9)
 functions = ltx.optim.from_functions(trace_init, trace_update, elementwise=True)
@@ -160,8 +161,7 @@ def test_what_cannot_be_told_is_run_beside_the_state(name: str, finite: bool, se
 def test_it_offers_what_the_optimizer_does() -> None:
     conditional = unless(chain(Heavy(), functions), torch.tensor(True), [torch.zeros(1)])
     assert (conditional.elementwise, conditional.leafwise, conditional.moves_params) == (False, False, None)
-    with pytest.raises(OptimError, match="must come last"):
-        chain(sgd, conditional)
+    refuses(OptimError, "must come last", chain, sgd, conditional)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])

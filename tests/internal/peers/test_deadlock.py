@@ -48,7 +48,6 @@ def stepper() -> Callable[[], int]:
 
 
 def assert_names(text: str, ranks: str, call: str, source: str) -> None:
-    """That `text` says that `ranks` are in `call`, on a line of this file with `source`."""
     found = re.search(rf"{ranks}: {call} on axis '\w+' \((\w+[ \d]*, )?test_deadlock.py:(\d+)\)", text)
     assert found, text
     assert source in linecache.getline(__file__, int(found[2])), text

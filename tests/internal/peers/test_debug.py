@@ -250,8 +250,7 @@ def test_entered_by_one_rank(on_new_axis: OnNewAxis, peer: str, tmp_path: Path) 
         assert "debug_checks on axis 'data': ranks [1] didn't come to compare it" in text
         assert "Rank 1 hasn't entered." in text
         return
-    assert (kind, other) == ("RankMismatchError", "RankMismatchError")
-    assert text == same
+    assert (kind, other, text) == ("RankMismatchError", "RankMismatchError", same)
     calls = {"new": "psum", "known": "psum (outside ltx.debug_checks())"}
     called = calls.get(peer, "data_parallel (outside ltx.debug_checks())")
     assert f"ranks disagree on the operation: rank 0: debug_checks; rank 1: {called}. Fix" in text

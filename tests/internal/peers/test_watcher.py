@@ -46,8 +46,6 @@ def _state() -> Any:
 
 
 def up(started: Started, body: Body, size: int = SIZE, stays: bool = False, **kwargs: Any) -> Ranks:
-    """Ranks that do `body` once all of them have met."""
-
     def goes_on(tell: Tell) -> None:
         _sum()
         tell("up")
@@ -267,8 +265,7 @@ def test_a_world_opens_three_connections_a_rank_before_it_expects_answers(slow_s
         through = {"MASTER_PORT": str(door.port)}
         world = Ranks(SIZE, lambda tell: _sum(), heartbeat_s=heartbeat_s, environment=through)
     try:
-        assert [world.told(rank) for rank in range(SIZE)] == [SIZE] * SIZE
-        assert door.count == 3 * SIZE
+        assert ([world.told(rank) for rank in range(SIZE)], door.count) == ([SIZE] * SIZE, 3 * SIZE)
     finally:
         world.close()
         holder.kill()

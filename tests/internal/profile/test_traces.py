@@ -39,7 +39,6 @@ def loss(params: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def recorded(overlap: Literal["backward", "update"] = "backward", steps: int = 1) -> Trace:
-    """Steps of three parameters in two buckets."""
     strategy = ltx.DDPStrategy(first_bucket_bytes=400, bucket_bytes=800)
     optimizer = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
     train = ltx.train_step(ltx.data_parallel(loss, strategy), optimizer, overlap=overlap)
@@ -127,8 +126,7 @@ def test_overlapping_times_count_once() -> None:
     spans = [(0.0, 2.0), (1.0, 3.0), (1.5, 1.75), (5.0, 6.0)]
     trace = Trace([Event("user", "psum", "x", 10, start, stop, waited_s=0.5) for start, stop in spans])
     trace.events.append(Event("user", "psum", "still under way", 10, 7.0))
-    assert (trace.comm_s, trace.waited_s, trace.bytes) == (4.0, 2.0, 50)
-    assert trace.hidden == 0.5
+    assert (trace.comm_s, trace.waited_s, trace.bytes, trace.hidden) == (4.0, 2.0, 50, 0.5)
     late = Trace([Event("user", "psum", "x", 10, 0.0, 1.0, waited_s=9.0)])
     assert late.hidden == 0.0, "never below zero"
 

@@ -370,8 +370,7 @@ def test_a_rank_that_ends_between_calls(ranks: Ranks) -> None:
     pid = ranks(2).run(os.getpid).rank(0)
     ranks(2).run(end_soon)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # all of its threads: until then its pipe is open
-    with pytest.raises(CallFailedError, match="rank 0 of 2 exited with status 5 before it could run getpid"):
-        ranks(2).run(os.getpid)
+    refuses(CallFailedError, "rank 0 of 2 exited with status 5 before it could run getpid", ranks(2).run, os.getpid)
     assert _works(ranks(2))
 
 
@@ -396,8 +395,7 @@ def test_a_limit_that_is_none_leaves_the_pool_as_it_is(limit: Any, ranks: Ranks)
     for _ in range(2):
         with pytest.raises(InputError, match=r"timeout_s must be a number of seconds or a datetime\.timedelta"):
             pool.run(world, timeout_s=limit)
-    assert list(pool.run(lambda: world().rank, timeout_s=timedelta(minutes=1))) == [0, 1]
-    assert pool.pids == pids
+    assert (list(pool.run(lambda: world().rank, timeout_s=timedelta(minutes=1))), pool.pids) == ([0, 1], pids)
 
 
 def test_a_pool_of_wrong_arguments_starts_nothing() -> None:

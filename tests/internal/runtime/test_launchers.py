@@ -162,8 +162,7 @@ def test_placements(case: str) -> None:
     assert placement == expected
     assert placement.knows_node == (expected.launcher in ("none", "pool", "slurm", "torchrun"))
     world = world_from_env(environ, cuda_devices=0)
-    assert world.is_global_zero == (expected.rank == 0)
-    assert world.is_distributed == (expected.size > 1)
+    assert (world.is_global_zero, world.is_distributed) == (expected.rank == 0, expected.size > 1)
     assert (world.backend, world.device) == ("gloo", torch.device("cpu"))
 
 
@@ -273,7 +272,6 @@ def test_contradictions_are_named(case: str) -> None:
 @pytest.mark.parametrize("counts", [(2, 3), (1, 4), (3, 1, 2), (4,)])
 @pytest.mark.parametrize("cyclic", [False, True])
 def test_every_task_of_a_step(counts: tuple[int, ...], cyclic: bool) -> None:
-    """A World of each task, dealt out node after node or in turns."""
     size, nodes = sum(counts), len(counts)
     slots = [(node, local) for node, count in enumerate(counts) for local in range(count)]
     if cyclic:
@@ -399,8 +397,7 @@ def test_arguments() -> None:
         ({"rank": 1, "size": 2, "master": "h:1", "local_rank": 0}, "rank 1 of 2 can't be the local rank 0 of 2"),
         ({"rank": 4, "size": 5, "master": "h:1", "local_size": 2}, "can't be the local rank 0 of 2.*torchrun's"),
     ):
-        with pytest.raises(WorldError, match=text):
-            told(**arguments)
+        refuses(WorldError, text, told, **arguments)
 
 
 ALL_NAMES = sorted(

@@ -39,8 +39,6 @@ def ends() -> Iterator[tuple[Connection, Connection]]:
 
 @pytest.fixture
 def through(ends: tuple[Connection, Connection]) -> Send:
-    """Send a value as a message, and give what comes out."""
-
     def send(value: Any) -> Any:
         message = pack(value)
         sender = threading.Thread(target=message.send, args=(ends[0],))

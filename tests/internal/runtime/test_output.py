@@ -25,12 +25,12 @@ from ltx.errors import CallFailedError
 from ltx.runtime.show import Line, Printed, Reached, Writer
 from ltx.runtime.worker_group import Output, open_pipe
 from tests.kinds import Ranks
+from tests.train_on import said
 
 ROOT = Path(__file__).parents[3]
 
 
 def shown(stream: str, *pieces: bytes) -> None:
-    """What rank 0 writes, piece by piece, until it ends."""
     reading, writing = open_pipe()
     output = Output()
     output.add(reading, 0, stream)
@@ -137,9 +137,7 @@ def test_forks_of_a_worker_write_beside_it(capfd: pytest.CaptureFixture[str]) ->
         assert pool.run(speak)[0] == 0
     out = capfd.readouterr().out
     assert out.count("c") == 300 * long + 3  # long lines of several children mix, as in any pipe
-    assert out.count("p" * long) == 100
-    assert out.count("begun, ") == 1
-    assert out.count("the end") == 3
+    assert (out.count("p" * long), out.count("begun, "), out.count("the end")) == (100, 1, 3)
     assert all(f"shown by child {child}" in out for child in range(3))
 
 
@@ -248,8 +246,7 @@ def fail_at_the_second() -> None:
 
 def test_it_ends_with_a_loop_that_raises() -> None:
     with terminal() as read:
-        with pytest.raises(ZeroDivisionError):
-            fail_at_the_second()
+        said(ZeroDivisionError, fail_at_the_second)
         shown = screen(read())
     assert re.fullmatch(r"steps \|█{10} {20}\| 1/3 [\d.]+/s", shown[0]), shown
     assert shown[1:] == [""]

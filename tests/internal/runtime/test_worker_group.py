@@ -20,6 +20,7 @@ from ltx.runtime.worker_group import WorkerGroup
 from tests.forks import settles
 from tests.kinds import Ranks
 from tests.programs import begun, end
+from tests.train_on import refuses
 
 
 def _is_gone(pid: int) -> bool:
@@ -40,7 +41,6 @@ def _workers(size: int, start_timeout_s: float) -> WorkerGroup:
 
 @pytest.fixture
 def temp(tmp_path: Path) -> Path:
-    """The folder for temporary files of a driver."""
     (tmp_path / "temp").mkdir()
     return tmp_path / "temp"
 
@@ -99,8 +99,7 @@ def test_an_interrupt_while_the_ranks_are_asked(ranks: Ranks, monkeypatch: pytes
     with pytest.MonkeyPatch.context() as patient:
         patient.setattr(pool, "_grace_s", 60.0)
         monkeypatch.setattr(WorkerGroup, "send", interrupted)
-        with pytest.raises(KeyboardInterrupt, match=r"rank 0 .*The workers keep their state"):
-            pool.run(lambda: ltx.psum(torch.ones(1)))
+        refuses(KeyboardInterrupt, r"rank 0 .*The workers keep their state", pool.run, lambda: ltx.psum(torch.ones(1)))
     assert list(pool.run(os.getpid)) == pids
 
 

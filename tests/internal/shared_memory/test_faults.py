@@ -44,7 +44,6 @@ def begin(
     asks: bool = True,
     width: int = SMALL_BYTES // 4,
 ) -> list[Begun]:
-    """Each rank's operations, with what is expected of them."""
     begun: list[Begun] = []
     for transport in transports:
         of_rank: Begun = []
@@ -213,7 +212,6 @@ SUM = "[2.0, 2.0, 2.0]"
 
 
 def told(call: Callable[[torch.Tensor], torch.Tensor], n: int = 3) -> str:
-    """The first numbers that `call` gives of ones, or what it raises."""
     try:
         return str(call(torch.ones(n))[:3].tolist())
     except BaseException as error:
@@ -243,7 +241,6 @@ def test_all_ranks_hear_of_it(on_new_axis: Callable[..., Any], phase: str, on: S
 
 
 def interrupt_in(phase: str, on: Sequence[int]) -> list[float]:
-    """An interrupt in the middle of a sum, and the sums that follow."""
     rank = int(ltx.axis_index())
     original = getattr(SharedMemoryTransport, phase)
     came: list[int] = []
@@ -272,8 +269,6 @@ def test_sums_after_an_interrupt(ranks: Callable[[int], Any], phase: str, on: Se
 
 
 def no_memory(on: Sequence[int]) -> list[str]:
-    """An all_gather for whose result there is no memory on some ranks, and what follows."""
-
     def none(*_: Any) -> Any:
         raise MemoryError("none left")
 

@@ -24,7 +24,6 @@ from tests.forks import settles
 
 
 def bucket_channel() -> Any:
-    """Of the axis in scope, the channel of the buckets' first phase."""
     return ltx.core.ranks.axis.find(None).comm.bucket_channel(0)
 
 
@@ -265,7 +264,6 @@ def test_first_used_in_inference_mode(on_new_axis: Callable[..., Any], sockets: 
 
 
 def trained(seed: int) -> list[list[float]]:
-    """The parameters after each of a few steps, and what is gathered beside them."""
     draw = torch.Generator().manual_seed(seed)
     step = ltx.data_parallel(lambda p, x: (x @ p["w"]).square().mean())
     train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.Adam, lr=0.1))

@@ -54,8 +54,7 @@ def compare(ranks: Ranks, name: str, seed: int, make: Callable[[], ltx.optim.Opt
     whole = ranks(n).run(run, True, "backward")
     for donate in (True, False):
         for (never, mine), (steps, other) in zip(whole, ranks(n).run(run, donate, "update"), strict=True):
-            assert never == 0
-            assert steps == (3 if name == "ring now and then" else 5)
+            assert (never, steps) == (0, 3 if name == "ring now and then" else 5)
             torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
 
 

@@ -84,7 +84,6 @@ REFUSED = re.compile(r"^.+ needs .+, which .+ doesn't offer: .+\.$", re.DOTALL)
 
 
 def trained(row: tuple[Any, ...], params: Any, xs: torch.Tensor) -> Any:
-    """The mean over ranks of the parameters, after some steps."""
     strategy, hook, optimizer, overlap, guard, precision, check_every, weighted = row
     made = OTHERS[strategy] if hook is None else STRATEGIES[strategy](hook)
 
@@ -104,7 +103,6 @@ def trained(row: tuple[Any, ...], params: Any, xs: torch.Tensor) -> Any:
 
 
 def by_torch(optimizer: str, params: Any, xs: list[torch.Tensor]) -> Any:
-    """What torch's optimizer makes of these gradients, one a step."""
     _, made, norm = OPTIMIZERS[optimizer]
     leaves = {name: leaf.clone().requires_grad_() for name, leaf in params.items()}
     used = torch.optim.SGD(leaves.values(), lr=0.125) if norm else made(leaves.values())

@@ -157,7 +157,6 @@ def test_a_signal_at_each_operation(number: int, error: BaseException | None, do
 
 
 def test_two_signals_in_one_commit(seed: int) -> None:
-    """Both handlers run."""
     x, came = torch.randn(4, 3), []
 
     class Signalled(type(SGD)):  # type: ignore[misc]
@@ -176,8 +175,7 @@ def test_two_signals_in_one_commit(seed: int) -> None:
     finally:
         for n, handler in zip(numbers, before, strict=True):
             signal.signal(n, handler)
-    assert came[0] == "apply"
-    assert sorted(came[1:]) == ["SIGALRM", "SIGTERM"]
+    assert (came[0], sorted(came[1:])) == ("apply", ["SIGALRM", "SIGTERM"])
 
 
 def test_an_error_after_the_first_write_by_bucket(seed: int, ranks: Ranks) -> None:

@@ -121,8 +121,7 @@ def test_what_is_each_ranks_own_stays(ranks: Ranks) -> None:
 def test_ranks_that_differ_in_different_leaves() -> None:
     """Each leaf has a majority, and no rank has all of them."""
     values = dict(zip("abc", torch.eye(3), strict=True))
-    with pytest.raises(ReplicaDivergedError):
-        ltx.vmap(ltx.sync_params)(values)
+    train_on.said(ReplicaDivergedError, ltx.vmap(ltx.sync_params), values)
     synced = ltx.vmap(lambda x: ltx.sync_params(x, src=2))(values)
     assert {name: x.tolist() for name, x in synced.items()} == {"a": [0.0] * 3, "b": [0.0] * 3, "c": [1.0] * 3}
     alone = {"a": torch.ones(2), "empty": torch.ones(0)}
@@ -174,8 +173,7 @@ def test_alone() -> None:
     ltx.check_replicas(start(trainer()))
     old = start(trainer())
     trainer(check_every=1)(old, torch.ones(5000))
-    with pytest.raises(DonatedStateError):
-        ltx.check_replicas(old)
+    train_on.said(DonatedStateError, ltx.check_replicas, old)
 
 
 @pytest.mark.parametrize("every", [0, True, 1.5])
@@ -195,8 +193,7 @@ APART = {
 @pytest.mark.parametrize("part", APART)
 def test_what_lets_ranks_drift_apart_is_not_compared(part: str) -> None:
     text = f"check_every needs parameters alike on all ranks, which {APART[part]!r} doesn't offer: leave it out"
-    with pytest.raises(StrategyError, match=re.escape(text)):
-        trainer(APART[part], check_every=1)
+    train_on.refuses(StrategyError, re.escape(text), lambda: trainer(APART[part], check_every=1))
 
 
 TENSORS: dict[str, Callable[[], Tensor]] = {

@@ -65,8 +65,7 @@ def test_world_of_one_makes_no_process_group() -> None:
 def test_one_process_under_torchrun_has_a_group() -> None:
     with init(timeout=timedelta(seconds=30)) as entered:
         assert dist.is_initialized()
-        assert (entered.launcher, entered.size) == ("torchrun", 1)
-        assert ltx.psum(torch.tensor(3.0)).item() == 3.0
+        assert (entered.launcher, entered.size, ltx.psum(torch.tensor(3.0)).item()) == ("torchrun", 1, 3.0)
     assert not dist.is_initialized()
     assert axes_in_scope() == ()
 
@@ -268,9 +267,7 @@ def test_an_unknown_backend(torchrun_of_one: None) -> None:
 
 def test_to_device_moves_what_can_move() -> None:
     moved = to_device({"x": torch.ones(2), "n": 3, "pair": (torch.zeros(1), "text"), "none": None})
-    assert moved["n"] == 3
-    assert moved["pair"][1] == "text"
-    assert moved["x"].device == world().device
+    assert (moved["n"], moved["pair"][1], moved["x"].device) == (3, "text", world().device)
     assert moved["none"] is None
 
 
