@@ -20,7 +20,8 @@ TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "coming-from" / "lightning-names.md"
 
 
-HERE = "test_migration.py::"
+HERE, STEP = "test_migration.py::", "contract/training/test_train_step.py::"
+INIT = STEP + "test_init_takes_rank_0s_values_and_copies"
 DONE = "contract/strategies/test_conformance.py::test_processes_do_what_the_reference_says"
 WORLD = "internal/runtime/test_launchers.py::test_placements"
 FIELDS = "internal/world/test_init.py::test_process_fields_of_a_strategy"
@@ -56,14 +57,9 @@ NAMES: dict[str, dict[str, str]] = {
         "barrier(*args)": "internal/collectives/test_objects.py::test_barriers",
         "broadcast(obj, src)": "internal/collectives/test_objects.py::test_objects_arrive",
         "model_to_device": "internal/world/test_init.py::test_to_device_moves_what_can_move",
-        "post_backward(closure_loss)": (
-            "contract/training/test_train_step.py::test_the_norm_is_that_of_the_global_gradient"
-        ),
+        "post_backward(closure_loss)": (STEP + "test_the_norm_is_that_of_the_global_gradient"),
         'reduce(tensor, group, reduce_op="mean")': REDUCED,
-        "setup(trainer)": (
-            "internal/strategies/test_bagua.py::test_scaled_learning_rates "
-            "contract/training/test_train_step.py::test_init_takes_rank_0s_values_and_copies"
-        ),
+        "setup(trainer)": f"internal/strategies/test_bagua.py::test_scaled_learning_rates {INIT}",
         "handles_gradient_accumulation": (
             "contract/strategies/test_horovod.py::test_calls_in_between_send_nothing_and_leave_parameters_alone"
         ),
@@ -89,14 +85,14 @@ NAMES: dict[str, dict[str, str]] = {
         "lightning_module": "contract/transforms/test_data_parallel.py::test_ways_to_wrap",
     },
     "DDPStrategy": {
-        "DDPStrategy": "contract/training/test_train_step.py::test_fifty_steps_are_those_of_ddp",
+        "DDPStrategy": STEP + "test_fifty_steps_are_those_of_ddp",
         **shared("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
         "ddp_comm_state": "contract/hooks/test_from_torch.py::test_power_sgd_as_under_ddp",
         "ddp_comm_hook": "contract/strategies/test_ddp.py::test_wrappers",
         "ddp_comm_wrapper": "contract/strategies/test_ddp.py::test_wrappers",
         "model_averaging_period": (
             "contract/strategies/test_local_sgd.py::test_local_steps_send_nothing_and_periods_send_the_parameters_once "
-            "contract/strategies/test_conformance.py::test_processes_do_what_the_reference_says"
+            + DONE
         ),
         "process_group_backend": FIELDS,
         "timeout": FIELDS,
@@ -104,10 +100,8 @@ NAMES: dict[str, dict[str, str]] = {
         "**kwargs": HERE + "test_ddps_own_arguments_are_refused",
         **shared("barrier", "broadcast", "reduce", "teardown", "root_device"),
         "on_exception(exception)": ("contract/transforms/test_data_parallel.py::test_equal_to_ddp_and_to_one_process"),
-        "optimizer_step(optimizer, closure, model)": (
-            "contract/training/test_train_step.py::test_a_step_that_raises_leaves_the_state_as_it_was"
-        ),
-        "setup": "contract/training/test_train_step.py::test_init_takes_rank_0s_values_and_copies",
+        "optimizer_step(optimizer, closure, model)": (STEP + "test_a_step_that_raises_leaves_the_state_as_it_was"),
+        "setup": INIT,
         "setup_environment": "internal/world/test_init.py::test_one_process_under_torchrun_has_a_group",
         "is_distributed": WORLD,
     },

@@ -10,22 +10,55 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tests import replicas, restarts
-from tests.chaos.schedule import Trouble, draw
 from tests.programs import writing
 
 _LIMIT_S = 150.0
 #: A restart, or a replica that is looked for, takes some seconds; the troubles come when the training runs.
 _PAUSE_S = "0.1"
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Something that goes wrong, drawn from a seed: the same seed gives the same troubles.
+
+    Attributes:
+        kind: "kill": SIGKILL, and after `lasts_s` it is started again. "stop": SIGSTOP, and after `lasts_s` SIGCONT.
+        who: to which replica, or to which rank.
+        after_s: so long after the trouble before has begun, or the training.
+        lasts_s: see `kind`.
+    """
+
+    kind: Literal["kill", "stop"]
+    who: int
+    after_s: float
+    lasts_s: float
+
+
+def draw(seed: int, count: int, troubles: int = 3) -> list[Trouble]:
+    """Some troubles to one or several of `count` replicas, at any moment; one of them has none."""
+    rng = random.Random(seed)
+    spared = rng.randrange(count)  # if all were lost, their state would be too
+    return [
+        Trouble(
+            rng.choice(("kill", "stop")),
+            rng.choice([who for who in range(count) if who != spared]),
+            rng.uniform(0.0, 3.0),
+            rng.choice((rng.uniform(0.0, 1.0), rng.uniform(0.0, 8.0))),
+        )
+        for _ in range(rng.randint(1, troubles))
+    ]
 
 
 def play(seed: int) -> list[Trouble]:

@@ -77,9 +77,6 @@ def test_parameters_on_the_cpu_are_refused(workers: Any) -> None:
     assert "rank 0 computes on cuda:0, and params leaf '0.bias' is on cpu" in text
 
 
-# --- streams ----------------------------------------------------------------------------------------------------------
-
-
 def on_streams(streams: Callable[[int], Any], **options: Any) -> dict[str, Tensor]:
     """Parameters after steps, step k on ``streams(k)``, each behind the one before; None is the current one."""
     train = train_step(**options)
@@ -130,9 +127,6 @@ def test_memory_that_another_stream_takes_meanwhile(workers: Any) -> None:
     check(workers, run, rtol=0, atol=0)
 
 
-# --- guards ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_one_bad_element_is_found(bad: float, workers: Any) -> None:
     """Wherever it is, among tensors of other dtypes and in a large one."""
@@ -154,9 +148,6 @@ def test_one_bad_element_is_found(bad: float, workers: Any) -> None:
         return wrong
 
     assert list(workers.run(run)) == [[]]
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
 
 
 def out_of_memory() -> None:

@@ -93,9 +93,6 @@ def test_collectives_in_a_graph(whole: bool, pool: Pool) -> None:
     check(pool, run, **CLOSE)
 
 
-# --- CUDA graphs ------------------------------------------------------------------------------------------------------
-
-
 @needs_cuda
 @pytest.mark.slow_compile
 @pytest.mark.timeout(150)
@@ -176,9 +173,6 @@ def test_a_step_in_a_capture(pool: Pool) -> None:
     assert "rank 0: data_parallel" in text
     assert "in the capture of a CUDA graph" in text
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-# --- where torch has other ways ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("hidden", [False, True])

@@ -1,7 +1,7 @@
 """One rank on one of two hosts: what it is told, nested axes, training, and the end of a peer.
 
 ``nodes.py FOLDER SIZE`` reads the launcher's environment, ``nodes.py FOLDER SIZE RANK MASTER`` is told by arguments. It
-writes what it found to the folder as JSON.
+writes what it found to the folder as JSON. ``nodes.py`` adds up until its link goes down.
 """
 
 from __future__ import annotations
@@ -74,6 +74,20 @@ def until_the_end(rank: int, size: int, folder: Path) -> None:
         raise
 
 
+def until_silence() -> None:
+    """Sum after sum, until one fails."""
+    with ltx.init(heartbeat_timeout=timedelta(seconds=2)):
+        ltx.psum(torch.ones(3))
+        print("up", flush=True)
+        try:
+            while True:
+                began = time.monotonic()
+                ltx.psum(torch.ones(3))
+                time.sleep(0.01)
+        except PeerLostError as error:
+            print(f"{time.monotonic() - began:.1f} {error}", flush=True)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     folder, size = Path(sys.argv[1]), int(sys.argv[2])
@@ -92,4 +106,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main() if len(sys.argv) > 1 else until_silence()

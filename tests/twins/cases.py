@@ -65,9 +65,6 @@ def own_axis(timeout: timedelta = timedelta(minutes=1)) -> GroupAxis:
     return new_axis("own", [0, 1], timeout)
 
 
-# --- models: forward gives the loss of this rank ---------------------------------------------------------------------
-
-
 class MLP(nn.Sequential):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__(nn.Linear(5, 7), nn.Tanh(), nn.Dropout(dropout), nn.Linear(7, 3))
@@ -168,9 +165,6 @@ class Mixed(nn.Module):
         return (h.double() * self.wide.square()).mean().float() + y.square().mean()
 
 
-# --- losses of one process that has all ranks' batches ---------------------------------------------------------------
-
-
 def whole_batch(module: nn.Module, batches: Sequence[Batch]) -> Tensor:
     return module(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
 
@@ -187,9 +181,6 @@ def summing(module: nn.Module, batches: Sequence[Batch]) -> Tensor:
     features = [module.body(x).tanh() for x, _ in batches]
     total = sum(h.mean(0) * y.mean() for h, (_, y) in zip(features, batches, strict=True))
     return torch.stack([(h - total).square().mean() for h in features]).mean()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def regression(rank: int, equal: bool) -> Batch:
@@ -276,9 +267,6 @@ def ddp_gradient(case: Case, seed: int) -> Params:
         replica = DistributedDataParallel(module, **case.ddp)
         replica(*batches[rank]).backward()
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in module.named_parameters()}
-
-
-# --- ways to differentiate -------------------------------------------------------------------------------------------
 
 
 def backward(step: Callable[..., Tensor], params: Params, *batch: Tensor) -> Params:

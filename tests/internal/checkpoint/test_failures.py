@@ -27,7 +27,7 @@ from ltx.checkpoint.together import Together
 from ltx.core.comm.store_exchange import StoreExchange
 from ltx.errors import CheckpointError, InputError, RankMismatchError, TreeError
 from tests import train_on
-from tests.kinds import OnNewAxis, Ranks
+from tests.kinds import OnNewAxis, Ranks, Started, Tell
 from tests.programs import begun, end, finished, of_torchrun
 
 SIZE = 20_000
@@ -315,50 +315,29 @@ def test_a_failure_that_nobody_asks_for_is_a_warning(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-#: Starting Python and torch anew takes a while on a busy machine.
-STARTS_PROCESSES = pytest.mark.timeout(200)
-
-
-DIES = """
-import os, sys, time, torch, ltx
-from ltx.checkpoint import storage
-with ltx.init() as world:
-    train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), ltx.optim.from_torch(torch.optim.Adam))
-    state = train.init(torch.ones(1000))
-    ltx.checkpoint.save(sys.argv[1], state)
-    state, _ = train(state, torch.ones(1000))
-    if world.rank == 1:
-        storage.write = lambda *args: os._exit(9)
-    try:
-        ltx.checkpoint.save(sys.argv[1], state)
-    except ltx.errors.PeerLostError as error:
-        print(error, flush=True)
-        os._exit(3)
-"""
-
-
 @pytest.mark.full
-@STARTS_PROCESSES
-def test_a_rank_that_dies_while_it_saves(tmp_path: Path) -> None:
-    (code, said, errors), (other, _, _) = finished(begun(["-c", DIES, str(tmp_path)], of_torchrun(2)), 150)
-    assert (code, other) == (3, 9), errors
-    assert said.strip() == "rank 0: checkpoint.save failed: the process of rank 1 is gone, or shows no sign of life."
+def test_a_rank_that_dies_while_it_saves(started: Started, tmp_path: Path) -> None:
+    def body(tell: Tell) -> None:
+        train = trainer(donate=False)
+        first = start(train)
+        ltx.checkpoint.save(tmp_path, first)
+        if is_one():
+            storage.write = lambda *_: os._exit(9)
+        tell(train_on.raised_by(ltx.checkpoint.save, tmp_path, train(first, torch.ones(SIZE))[0]))
+        os._exit(0)  # to end in order would be to wait for the peer
+
+    said = "PeerLostError: rank 0: checkpoint.save failed: the process of rank 1 is gone, or shows no sign of life."
+    assert started(2, body).told(0) == said
     assert [file.name for file in tmp_path.iterdir()] == ["step_00000000"]
 
 
-ENDS = """
-import sys, torch, ltx
-with ltx.init() as world:
-    train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), ltx.optim.from_torch(torch.optim.Adam))
-    ltx.checkpoint.save_async(sys.argv[1], train.init(torch.ones(1000)))
-"""
-
-
 @pytest.mark.full
-@STARTS_PROCESSES
-def test_the_end_of_the_world_waits_for_it(tmp_path: Path) -> None:
-    for code, _, errors in finished(begun(["-c", ENDS, str(tmp_path)], of_torchrun(2)), 150):
-        assert (code, errors) == (0, "")
+def test_the_end_of_the_world_waits_for_it(started: Started, tmp_path: Path) -> None:
+    def body(tell: Tell) -> None:
+        ltx.checkpoint.save_async(tmp_path, start(trainer()))
+
+    world = started(2, body)
+    assert [world.told(rank) for rank in range(2)] == [None, None]
     assert [file.name for file in tmp_path.iterdir()] == ["step_00000000"]
 
 
@@ -390,7 +369,7 @@ def run():
 
 
 @pytest.mark.full
-@STARTS_PROCESSES
+@pytest.mark.timeout(200)  # starts processes
 def test_a_signal_to_one_process_stops_all_after_the_same_step(ranks: Ranks, tmp_path: Path) -> None:
     program = f"{TRAINS}\nwith ltx.init():\n    run()"
     processes = begun(["-c", program, str(tmp_path), "1000000000"], of_torchrun(2))

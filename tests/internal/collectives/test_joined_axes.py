@@ -263,6 +263,7 @@ def mixed(seed: int) -> list[tuple[Tensor, Tensor]]:
         (of(partial(ltx.psum, prescale=0.5, postscale=3.0)), 1.5 * whole.sum(0)),
         (of(lambda x, axis: x * ltx.axis_size(axis)), 6 * mine),
         (ltx.psum(mine, ()), mine),
+        (mine * ltx.axis_size(()), mine),
         (of(ltx.pmean, ()), mine),
         (of(ltx.psum, ["sim"]), mine.sum(0)),
         (torch.func.grad(lambda x: (of(ltx.psum, x=x) * w).sum())(mine), 6 * w),
@@ -284,14 +285,6 @@ def test_what_does_not_take_both_refuses_both(ranks: Ranks) -> None:
 
     for said in ranks(2).run(run).replicated():
         assert "mixes axes of different kinds ('data', 'sim')" in said
-
-
-def test_no_axes_and_lists() -> None:
-    x = torch.arange(6.0).view(2, 3)
-    assert torch.equal(ltx.psum(x, ()), x)
-    assert ltx.axis_size(()) == 1
-    found = ltx.vmap(lambda x, y: ltx.psum(x, ["data"]) + y, in_dims=[0, None])(x, x[0])
-    assert torch.equal(found, x.sum(0) + x[[0, 0]])
 
 
 XS = torch.arange(6.0).reshape(2, 3)

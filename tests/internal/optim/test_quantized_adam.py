@@ -83,15 +83,6 @@ def test_each_example_of_a_vmap_gets_what_it_would_get_alone(seed: int) -> None:
     assert all(torch.equal(row, two(params[i], grads[:, i])) for i, row in enumerate(together))
 
 
-def test_its_second_phase_can_be_differentiated(seed: int) -> None:
-    """The step is linear in the momentum."""
-    optimizer = qadam(warmup_steps=1, **OPTIONS)
-    p, g, m = torch.randn(3, 3, dtype=torch.float64)
-    p, state = optimizer.apply(g, optimizer.init(p), p)
-    slope = torch.func.grad(lambda m: optimizer.apply(m, state, p)[0].sum())(m)
-    torch.testing.assert_close((optimizer.apply(m, state, p)[0] - p), slope * m)
-
-
 def test_a_schedule_and_parameters_without_a_gradient() -> None:
     optimizer = qadam(lambda count: 0.1 * (count < 2), warmup_steps=1)
     params = {"a": torch.ones(2), "b": torch.ones(2)}

@@ -26,36 +26,23 @@ def says(beat: float = 1.0, silent: dict[int, tuple[float, str]] | None = None, 
 
 
 FINDS_9_SILENT = says(silent={9: (3.0, kernel.UNKNOWN)})
+HALFWAY = (
+    "rank 1: rank {} has left step 5 of the training on axis 'data' halfway (ValueError: x), so what this rank "
+    "waits for won't come. The world has ended: ltx.init() on all ranks begins a new one"
+)
+LEFT = "rank 1: rank 2 has left axis 'data' because of an exception (KeyError: 3), so what this rank waits for won't"
 IN_ORDER = "rank 1: on axis 'data', rank 2 has ended its part of the world in good order"
 #: What is said by ranks of the world; the error's type and words of it, None if there is none.
 TABLE: dict[str, tuple[dict[int, Record], type[Exception] | None, str]] = {
     "nobody has said anything": ({}, None, ""),
     "all go on": ({4: says(), 6: says(), 9: says()}, None, ""),
-    "a peer has left the pass": (
-        {4: says(raised=RAISED)},
-        DeadlockDetectedError,
-        "rank 1: rank 0 has left step 5 of the training on axis 'data' halfway (ValueError: x), so what this rank "
-        "waits for won't come. The world has ended: ltx.init() on all ranks begins a new one",
-    ),
-    "after it had sent something": (
-        {9: says(failed=FAILED)},
-        DeadlockDetectedError,
-        "rank 1: rank 2 has left step 5 of the training on axis 'data' halfway (ValueError: x), so what this rank "
-        "waits for won't come. The world has ended:",
-    ),
+    "a peer has left the pass": ({4: says(raised=RAISED)}, DeadlockDetectedError, HALFWAY.format(0)),
+    "after it had sent something": ({9: says(failed=FAILED)}, DeadlockDetectedError, HALFWAY.format(2)),
     "because a peer is lost": ({9: says(failed=replace(FAILED, lost=True))}, PeerLostError, "rank 1: rank 2 has left"),
     "a pass before this one": ({9: says(raised=replace(RAISED, call=4))}, None, ""),
     "this rank itself has left it": ({6: says(raised=RAISED)}, None, ""),
-    "a peer's world ends": (
-        {9: says(failed=Failed("KeyError: 3", False), raised=RAISED)},
-        DeadlockDetectedError,
-        "rank 1: rank 2 has left axis 'data' because of an exception (KeyError: 3), so what this rank waits for won't",
-    ),
-    "a peer's world ends as it has lost one": (
-        {4: says(failed=Failed("gone", True))},
-        PeerLostError,
-        "rank 0 has left",
-    ),
+    "a peer's world ends": ({9: says(failed=Failed("KeyError: 3", False), raised=RAISED)}, DeadlockDetectedError, LEFT),
+    "a peer's world ends for a lost one": ({4: says(failed=Failed("gone", True))}, PeerLostError, "rank 0 has left"),
     "another axis": ({4: Record(1.0, axes={"ltx/data/2": Status(raised=RAISED, failed=FAILED)})}, None, ""),
     "a peer finds another silent": (
         {4: FINDS_9_SILENT, 9: says(3.0)},
@@ -65,23 +52,15 @@ TABLE: dict[str, tuple[dict[int, Record], type[Exception] | None, str]] = {
     "which has shown a beat since": ({4: FINDS_9_SILENT, 9: says(4.0)}, None, ""),
     "one that isn't of the axis": ({4: says(silent={5: (3.0, kernel.UNKNOWN)}), 5: says(3.0)}, None, ""),
     "this rank was silent": ({4: says(silent={6: (3.0, kernel.UNKNOWN)}), 6: says(3.0)}, None, ""),
-    "a silent one has ended in order": (
-        {4: FINDS_9_SILENT, 9: says(3.0, ended=True, issued={"user": 9})},
-        PeerLostError,
-        IN_ORDER,
-    ),
+    "one has ended": ({4: FINDS_9_SILENT, 9: says(3.0, ended=True, issued={"user": 9})}, PeerLostError, IN_ORDER),
     "a peer has ended that issued it": ({9: says(0.0, ended=True, issued={"user": 7})}, None, ""),
     "a peer has ended that didn't": ({9: says(0.0, ended=True, issued={"user": 6})}, PeerLostError, IN_ORDER),
     "a peer's world has ended, where it never had this axis": (
         {9: Record(0.0, axes={INIT: Status(ended=True), "ltx/data/2": Status(failed=Failed("KeyError: 3", False))})},
         DeadlockDetectedError,
-        "rank 1: rank 2 has left axis 'data' because of an exception (KeyError: 3), so what this rank waits for won't",
+        LEFT,
     ),
-    "a peer has closed all its axes, and may open others": (
-        {9: Record(0.0, axes={"ltx/data/2": Status(ended=True)})},
-        None,
-        "",
-    ),
+    "a peer has closed all its axes": ({9: Record(0.0, axes={"ltx/data/2": Status(ended=True)})}, None, ""),
     "on another channel": ({9: says(0.0, ended=True, issued={"buckets 0": 6})}, None, ""),
 }
 
