@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -81,6 +82,24 @@ def loop_of_torch(optimizer: torch.optim.Optimizer, loss: Callable[..., Tensor],
 def mine(by_rank: Any) -> Any:
     """This rank's entry, of those of all ranks."""
     return by_rank[int(ltx.axis_index())]
+
+
+def on_ranks(n: int, alone: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The test runs on each of `n` ranks of the session's pool, with its arguments; before that, `alone`, here."""
+
+    def of(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(ranks: Ranks, **given: Any) -> None:
+            if alone:
+                test(**given)
+            ranks(n).run(test, **given)
+
+        own = inspect.signature(test)
+        first = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        run.__signature__ = own.replace(parameters=[first, *own.parameters.values()])  # type: ignore[attr-defined]
+        return run
+
+    return of
 
 
 def in_all_worlds(f: Callable[[Tensor], Any], ranks: Ranks, xs: Tensor) -> list[list[Any]]:

@@ -16,7 +16,7 @@ import ltx
 from ltx.errors import AxisError
 from tests import inside
 from tests.forks import open_now, settles
-from tests.train_on import refuses, said
+from tests.train_on import on_ranks, refuses, said
 
 
 def test_a_set_of_ranks(ranks: Callable[[int], Any], seed: int) -> None:
@@ -39,27 +39,25 @@ def test_ranks_in_another_order(ranks: Callable[[int], Any]) -> None:
     assert list(ranks(2).run(run)) == [(1, [1, 0]), (0, [1, 0])]
 
 
-def test_what_is_closed_leaves_no_threads_and_files(ranks: Callable[[int], Any]) -> None:
+@on_ranks(2)
+def test_what_is_closed_leaves_no_threads_and_files() -> None:
     """Though what was planned and differentiated on it may still refer to it."""
+    mine, seen = dist.new_group([0, 1]), []
+    for _ in range(3):
+        for group in ([0, 1], mine):
+            with ltx.axis_from_group(group, "closed") as axis:
+                ltx.grad(ltx.data_parallel(lambda w: (w**2).sum(), axis=axis))(torch.ones(3))
+                ltx.psum(torch.ones(4), axis, axis_index_groups=[[0], [1]])
+        seen.append(axis)
+        if len(seen) == 1:
+            first = settles(open_now, lambda now: False, 1.0)
+    last = settles(open_now, lambda now: sum(now.values()) <= sum(first.values()))
+    again = float(ltx.psum(torch.ones(()), mine))
+    dist.destroy_process_group(mine)
 
-    def run() -> Any:
-        mine, seen = dist.new_group([0, 1]), []
-        for _ in range(3):
-            for group in ([0, 1], mine):
-                with ltx.axis_from_group(group, "closed") as axis:
-                    ltx.grad(ltx.data_parallel(lambda w: (w**2).sum(), axis=axis))(torch.ones(3))
-                    ltx.psum(torch.ones(4), axis, axis_index_groups=[[0], [1]])
-            seen.append(axis)
-            if len(seen) == 1:
-                first = settles(open_now, lambda now: False, 1.0)
-        last = settles(open_now, lambda now: sum(now.values()) <= sum(first.values()))
-        again = float(ltx.psum(torch.ones(()), mine))
-        dist.destroy_process_group(mine)
-        return sum(last.values()) - sum(first.values()), again
-
-    for more, again in ranks(2).run(run):
-        assert more <= 0
-        assert again == 2.0
+    more = sum(last.values()) - sum(first.values())
+    assert more <= 0
+    assert again == 2.0
 
 
 def test_what_is_closed_says_so(ranks: Callable[[int], Any]) -> None:
@@ -114,25 +112,23 @@ def test_a_world_of_one() -> None:
         ltx.axis_from_group([0, 1])
 
 
-def test_a_group_by_two_names(ranks: Callable[[int], Any]) -> None:
+@on_ranks(2)
+def test_a_group_by_two_names() -> None:
     """Each has its own channels; both are found, and to close one leaves the other and no thread behind."""
+    threads = threading.active_count()
+    group = dist.new_group([0, 1])
+    one, two = (ltx.axis_from_group(group, name) for name in ("one", "two"))
+    sums = [float(ltx.psum(torch.tensor(k), axis)) for k, axis in enumerate(("one", "two", group, one, two))]
+    one.close()
+    refuses(AxisError, "'one' is closed", ltx.psum, torch.ones(1), one)
+    sums.append(float(ltx.psum(torch.tensor(5), "two")))
+    two.close()
+    left = [axis.name for axis in inside.open_axes() if axis.name in ("one", "two")]
+    dist.destroy_process_group(group)
+    del group, one, two
+    gc.collect()
 
-    def run() -> Any:
-        threads = threading.active_count()
-        group = dist.new_group([0, 1])
-        one, two = (ltx.axis_from_group(group, name) for name in ("one", "two"))
-        sums = [float(ltx.psum(torch.tensor(k), axis)) for k, axis in enumerate(("one", "two", group, one, two))]
-        one.close()
-        refuses(AxisError, "'one' is closed", ltx.psum, torch.ones(1), one)
-        sums.append(float(ltx.psum(torch.tensor(5), "two")))
-        two.close()
-        left = [axis.name for axis in inside.open_axes() if axis.name in ("one", "two")]
-        dist.destroy_process_group(group)
-        del group, one, two
-        gc.collect()
-        return sums, left, threading.active_count() <= threads
-
-    assert ranks(2).run(run).replicated() == ([0.0, 2.0, 4.0, 6.0, 8.0, 10.0], [], True)
+    assert (sums, left, threading.active_count() <= threads) == ([0.0, 2.0, 4.0, 6.0, 8.0, 10.0], [], True)
 
 
 def test_the_worlds_axis_by_its_name_stays_open(ranks: Callable[[int], Any]) -> None:

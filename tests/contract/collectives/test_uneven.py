@@ -13,7 +13,7 @@ import ltx
 from ltx.errors import AxisError, RankMismatchError
 from tests import inside
 from tests.kinds import Ranks
-from tests.train_on import mine, said
+from tests.train_on import mine, on_ranks, said
 
 SHAPES: dict[str, list[tuple[int, ...]]] = {
     "rows": [(2, 3), (0, 3), (5, 3)],
@@ -218,20 +218,18 @@ def test_a_tensor_that_does_not_fit_raises_on_all_ranks(on_new_axis: Callable[..
     assert f"ranks disagree on {op}, its arguments: rank 0: splits [3, 3]; rank 1: {problem}" in text
 
 
-def test_what_fits_on_no_rank(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_what_fits_on_no_rank() -> None:
     """The same error of one's own everywhere, each time; then the axis works."""
+    ops = ("psum_scatter", "all_to_all", "psum_scatter")
+    found = [said(AxisError, MISFITS[op][0], 5, (3, 3)) for op in ops]
+    with pytest.raises(RankMismatchError, match=r"rank 0's part has length 1 .*rank 1's part has length 1"):
+        MISFITS["all_gather"][0](1, (2, 3))
+    with pytest.raises(RankMismatchError, match=r"rank 0: splits must be 2 lengths.*rank 1: splits"):
+        MISFITS["all_gather"][0](2, (2,) if ltx.axis_index() == 0 else (2, 2))
+    found.append(str(MISFITS["all_gather"][0](1, (1, 1)).tolist()))
 
-    def run() -> list[str]:
-        ops = ("psum_scatter", "all_to_all", "psum_scatter")
-        found = [said(AxisError, MISFITS[op][0], 5, (3, 3)) for op in ops]
-        with pytest.raises(RankMismatchError, match=r"rank 0's part has length 1 .*rank 1's part has length 1"):
-            MISFITS["all_gather"][0](1, (2, 3))
-        with pytest.raises(RankMismatchError, match=r"rank 0: splits must be 2 lengths.*rank 1: splits"):
-            MISFITS["all_gather"][0](2, (2,) if ltx.axis_index() == 0 else (2, 2))
-        found.append(str(MISFITS["all_gather"][0](1, (1, 1)).tolist()))
-        return found
-
-    *texts, last = ranks(2).run(run).replicated()
+    *texts, last = found
     assert all("splits [3, 3] add up to 6" in text for text in texts)
     assert last == "[1.0, 1.0]"
 

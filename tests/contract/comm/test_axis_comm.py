@@ -20,6 +20,7 @@ from tests import inside, train_on
 from tests.forks import settles
 from tests.inside import axes_in_scope
 from tests.kinds import OnNewAxis, Ranks
+from tests.train_on import on_ranks
 
 Call = Callable[[int], Any]
 
@@ -429,26 +430,24 @@ def test_ranks_that_differ_in_their_other_groups(ranks: Ranks) -> None:
     assert ranks(3).run(run).replicated() == 6.0
 
 
-def test_an_axis_closes_whatever_is_found_on_the_way(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_an_axis_closes_whatever_is_found_on_the_way() -> None:
     """An error or an interrupt half-way leaves no process group, no part and no heartbeat behind."""
+    groups = len(dist.distributed_c10d._world.pg_map)
+    group = dist.new_group([0, 1])
+    axis = inside.open_axis("interrupted", group, timedelta(seconds=60))
+    ltx.psum(torch.ones(1), axis, axis_index_groups=[[0], [1]])
+    ltx.psum(torch.ones(1), axis, axis_index_groups=[[1, 0]])
+    users = axis.comm.peers.watcher.users
 
-    def run() -> Any:
-        groups = len(dist.distributed_c10d._world.pg_map)
-        group = dist.new_group([0, 1])
-        axis = inside.open_axis("interrupted", group, timedelta(seconds=60))
-        ltx.psum(torch.ones(1), axis, axis_index_groups=[[0], [1]])
-        ltx.psum(torch.ones(1), axis, axis_index_groups=[[1, 0]])
-        users = axis.comm.peers.watcher.users
+    def interrupted(exchange: Any) -> None:
+        raise KeyboardInterrupt
 
-        def interrupted(exchange: Any) -> None:
-            raise KeyboardInterrupt
+    axis.comm.background.history.append("a round")
+    axis.comm.background.drain = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        inside.close_axis(axis)
+    inside.close_axis(axis)  # nothing is left to do
+    ended = users - axis.comm.peers.watcher.users
 
-        axis.comm.background.history.append("a round")
-        axis.comm.background.drain = interrupted
-        with pytest.raises(KeyboardInterrupt):
-            inside.close_axis(axis)
-        inside.close_axis(axis)  # nothing is left to do
-        ended = users - axis.comm.peers.watcher.users
-        return ended, len(dist.distributed_c10d._world.pg_map) - groups, len(axis.comm.parts)
-
-    assert ranks(2).run(run).replicated() == (2, 0, 1)
+    assert (ended, len(dist.distributed_c10d._world.pg_map) - groups, len(axis.comm.parts)) == (2, 0, 1)

@@ -16,6 +16,7 @@ import ltx
 from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction
 from tests import inside
 from tests.kinds import Params, Ranks
+from tests.train_on import on_ranks
 from tests.twins.phases import InTwoPhases, OftenInTwoPhases
 
 NAMES = ["e", "c", "a", "f", "b", "d"]  # in the order of the forward pass
@@ -215,19 +216,17 @@ def test_a_backward_pass_that_one_rank_leaves_halfway(ranks: Ranks, where: str, 
     torch.testing.assert_close(results, [{name: 2 * p for name, p in params.items()}] * 2)
 
 
-def test_gradients_of_the_batch_alone_leave_the_axis_in_step(ranks: Ranks) -> None:
-    def run() -> list[Tensor]:
-        step = ltx.data_parallel(lambda p, x: (p["w"] * x).sum())
-        p = {"w": torch.ones(3, requires_grad=True)}
-        found = []
-        for _ in range(3):
-            x = torch.full((3,), 1.0 + float(ltx.axis_index()), requires_grad=True)
-            found.append(torch.autograd.grad(step(p, x), x)[0])
-            found.append(torch.autograd.grad(step(p, x), p["w"])[0])
-        return found
+@on_ranks(2)
+def test_gradients_of_the_batch_alone_leave_the_axis_in_step() -> None:
+    step = ltx.data_parallel(lambda p, x: (p["w"] * x).sum())
+    p = {"w": torch.ones(3, requires_grad=True)}
+    found = []
+    for _ in range(3):
+        x = torch.full((3,), 1.0 + float(ltx.axis_index()), requires_grad=True)
+        found.append(torch.autograd.grad(step(p, x), x)[0])
+        found.append(torch.autograd.grad(step(p, x), p["w"])[0])
 
-    for found in ranks(2).run(run):
-        torch.testing.assert_close(found, [torch.ones(3), torch.full((3,), 1.5)] * 3)
+    torch.testing.assert_close(found, [torch.ones(3), torch.full((3,), 1.5)] * 3)
 
 
 @pytest.mark.full(but=2)

@@ -27,7 +27,7 @@ from ltx.errors import AxisError, HookError, StrategyError, UnsupportedError
 from ltx.hooks import from_torch
 from tests import inside, train_on
 from tests.kinds import OnNewAxis, Params, Ranks
-from tests.train_on import refuses
+from tests.train_on import on_ranks, refuses
 from tests.twins.cases import assert_same_bits
 
 STEPS = 6
@@ -147,28 +147,26 @@ def test_power_sgd_as_under_ddp(name: str, wrapped: bool, ranks: Ranks, seed: in
     assert not torch.equal(run.rank(0)[0][-1]["0.weight"], exact.rank(0)[0][-1]["0.weight"])
 
 
-def test_power_sgd_in_several_buckets(ranks: Ranks, seed: int) -> None:
+@on_ranks(2)
+def test_power_sgd_in_several_buckets(seed: int) -> None:
     """Under DDP on gloo that aborts. Of full rank, it is the exact mean."""
+    torch.manual_seed(seed)
+    module = model().double()
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=24, start_powerSGD_iter=2, min_compression_rate=0.1
+    )
 
-    def run() -> tuple[list[Params], list[Params]]:
-        torch.manual_seed(seed)
-        module = model().double()
-        state = powerSGD_hook.PowerSGDState(
-            None, matrix_approximation_rank=24, start_powerSGD_iter=2, min_compression_rate=0.1
-        )
+    def grads(hook: Any, state: Any) -> list[Params]:
+        step = ltx.data_parallel(functools.partial(loss_of, module), strategy_of(hook, state, 1000))
+        params = {name: p.detach() for name, p in module.named_parameters()}
+        return [torch.func.grad(step)(params, batch(seed, i).double()) for i in range(5)]
 
-        def grads(hook: Any, state: Any) -> list[Params]:
-            step = ltx.data_parallel(functools.partial(loss_of, module), strategy_of(hook, state, 1000))
-            params = {name: p.detach() for name, p in module.named_parameters()}
-            return [torch.func.grad(step)(params, batch(seed, i).double()) for i in range(5)]
+    found = grads(powerSGD_hook.powerSGD_hook, state), grads(default_hooks.allreduce_hook, None)
+    assert len(state.p_memory_dict) > 1
 
-        found = grads(powerSGD_hook.powerSGD_hook, state), grads(default_hooks.allreduce_hook, None)
-        assert len(state.p_memory_dict) > 1
-        return found
-
-    for compressed, exact in ranks(2).run(run):
-        for got, want in zip(compressed, exact, strict=True):
-            torch.testing.assert_close(got, want)
+    compressed, exact = found
+    for got, want in zip(compressed, exact, strict=True):
+        torch.testing.assert_close(got, want)
 
 
 def error_of(hook: Any, state_of: Any, seed: int, worlds: int = 2) -> tuple[str, str, str]:

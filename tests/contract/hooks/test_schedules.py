@@ -20,7 +20,7 @@ from ltx.strategies import States, StepInfo
 from ltx.typing import Tree
 from tests.kinds import Params, Ranks
 from tests.sent import sent
-from tests.train_on import go_on, refuses, trained
+from tests.train_on import go_on, on_ranks, refuses, trained
 from tests.twins.training import sgd
 
 FED = hooks.error_feedback
@@ -209,27 +209,22 @@ WAYS: dict[str, Any] = {
 @pytest.mark.full
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", BY_PATH)
-def test_in_a_graph(name: str, way: str, ranks: Ranks) -> None:
+@on_ranks(2)
+def test_in_a_graph(name: str, way: str) -> None:
     """What goes by paths meets those of parameters, in containers of any class."""
     make, text = BY_PATH[name]
     holder = dataclasses.make_dataclass("Holder", list(SHAPES))
-
-    def run() -> None:
-        torch._dynamo.reset()
-        x = torch.tensor(0.3 + int(ltx.axis_index()))
-        for params in (start(), holder(**start())):
-            step = ltx.data_parallel(lambda p, x: loss(as_dict(p), x), make("e*"))
-            found = torch.compile(WAYS[way], fullgraph=True, backend="aot_eager")(step, params, x)
-            torch.testing.assert_close(ltx.tree.flatten(found)[0], ltx.tree.flatten(WAYS[way](step, params, x))[0])
-        wrong = ltx.data_parallel(loss, make("q*"))
-        for call in (WAYS[way], torch.compile(WAYS[way], fullgraph=True, backend="aot_eager")):
-            with pytest.raises(Exception, match="fits no parameter") as caught:
-                call(wrong, start(), x)
-            assert re.search(text, str(caught.value).replace("\\", "")), (
-                "from torch 2.14 on Dynamo quotes what it quotes"
-            )
-
-    ranks(2).run(run)
+    torch._dynamo.reset()
+    x = torch.tensor(0.3 + int(ltx.axis_index()))
+    for params in (start(), holder(**start())):
+        step = ltx.data_parallel(lambda p, x: loss(as_dict(p), x), make("e*"))
+        found = torch.compile(WAYS[way], fullgraph=True, backend="aot_eager")(step, params, x)
+        torch.testing.assert_close(ltx.tree.flatten(found)[0], ltx.tree.flatten(WAYS[way](step, params, x))[0])
+    wrong = ltx.data_parallel(loss, make("q*"))
+    for call in (WAYS[way], torch.compile(WAYS[way], fullgraph=True, backend="aot_eager")):
+        with pytest.raises(Exception, match="fits no parameter") as caught:
+            call(wrong, start(), x)
+        assert re.search(text, str(caught.value).replace("\\", "")), "from torch 2.14 on Dynamo quotes what it quotes"
 
 
 @pytest.mark.parametrize("name", BY_PATH)

@@ -22,7 +22,7 @@ from ltx.errors import DeadlockDetectedError, StepError, TreeError, UnsupportedE
 from ltx.optim import from_torch
 from tests import train_on
 from tests.kinds import Ranks
-from tests.train_on import refuses
+from tests.train_on import on_ranks, refuses
 from tests.twins.cases import Params, seeded
 
 SGD = from_torch(torch.optim.SGD, lr=0.5)
@@ -201,15 +201,13 @@ AGAIN = r"'blocks\.1' of Net was called again in the backward pass, .*"
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_in_a_backward_pass_of_somebody_else_it_raises(ranks: Ranks, seed: int, call: str) -> None:
-    def loops() -> None:
-        for kind in BY_AUTOGRAD:
-            with pytest.raises(StepError, match=AGAIN + r"ltx\.grad\(step\)\(params, \.\.\.\) or ltx\.train_step"):
-                trained(seed, kind, "loop", call)
-        torch.testing.assert_close(trained(seed, "told", "loop", call), trained(seed, "plain", "loop", call))
+@on_ranks(2, alone=True)
+def test_in_a_backward_pass_of_somebody_else_it_raises(seed: int, call: str) -> None:
+    for kind in BY_AUTOGRAD:
+        with pytest.raises(StepError, match=AGAIN + r"ltx\.grad\(step\)\(params, \.\.\.\) or ltx\.train_step"):
+            trained(seed, kind, "loop", call)
+    torch.testing.assert_close(trained(seed, "told", "loop", call), trained(seed, "plain", "loop", call))
 
-    loops()
-    ranks(2).run(loops)
     found = trained(seed, "by hand", "torch.func.grad", call)  # of ltx's step, which runs below the transform
     torch.testing.assert_close(found, trained(seed, "plain", "torch.func.grad", call))
 
@@ -264,18 +262,15 @@ def inner_loop(net: Net, p: Params, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", BY_AUTOGRAD)
-def test_several_calls_in_one_step(ranks: Ranks, seed: int, kind: str) -> None:
-    def every() -> None:
-        lost = pytest.raises(StepError, match=AGAIN + "was given .* nobody has kept")
-        with lost if kind == "reversible" else nullcontext():  # the others save what they are given
-            torch.testing.assert_close(of(two_modules, seed, kind), of(two_modules, seed, "plain"))
-        for step in (two_batches, teacher):
-            torch.testing.assert_close(of(step, seed, kind), of(step, seed, "plain"))
-        refuses(StepError, AGAIN + r"several sets of tensors.* copy\.deepcopy", of, two_sets, seed, kind)
-        refuses(StepError, AGAIN + r"has its own tensors there", of, inner_loop, seed, kind)
-
-    every()
-    ranks(2).run(every)
+@on_ranks(2, alone=True)
+def test_several_calls_in_one_step(seed: int, kind: str) -> None:
+    lost = pytest.raises(StepError, match=AGAIN + "was given .* nobody has kept")
+    with lost if kind == "reversible" else nullcontext():  # the others save what they are given
+        torch.testing.assert_close(of(two_modules, seed, kind), of(two_modules, seed, "plain"))
+    for step in (two_batches, teacher):
+        torch.testing.assert_close(of(step, seed, kind), of(step, seed, "plain"))
+    refuses(StepError, AGAIN + r"several sets of tensors.* copy\.deepcopy", of, two_sets, seed, kind)
+    refuses(StepError, AGAIN + r"has its own tensors there", of, inner_loop, seed, kind)
 
 
 def test_tensors_that_nobody_keeps(ranks: Ranks, seed: int) -> None:
@@ -395,24 +390,20 @@ def test_a_batch_that_leads_there_keeps_its_grad() -> None:
 
 
 @pytest.mark.parametrize("kind", ["reversible", "dummy"])
-def test_a_step_that_autograd_differentiates_refuses_passes_inside(ranks: Ranks, kind: str) -> None:
+@on_ranks(2, alone=True)
+def test_a_step_that_autograd_differentiates_refuses_passes_inside(kind: str) -> None:
     """What they bring has no derivative, and had been left out of the first one too."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    dummy = torch.ones((), requires_grad=True)
 
-    def every() -> None:
-        net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
-        dummy = torch.ones((), requires_grad=True)
+    def forward(x: Tensor) -> Tensor:
+        y: Tensor = Dummy.apply(dummy * 1, net[0], x) if kind == "dummy" else Reversible.apply(net[0], x)
+        return net[1](y).square().mean()
 
-        def forward(x: Tensor) -> Tensor:
-            y: Tensor = Dummy.apply(dummy * 1, net[0], x) if kind == "dummy" else Reversible.apply(net[0], x)
-            return net[1](y).square().mean()
-
-        net.forward = forward  # type: ignore[method-assign]
-        train = ltx.train_step(ltx.data_parallel(lambda p, x: ltx.functional_call(net, p, (x,))), SGD, donate=False)
-        state = train.init({name: p.detach() for name, p in net.named_parameters()})
-        refuses(UnsupportedError, "runs a backward pass of its own", train, state, torch.ones(2, 3, requires_grad=True))
-
-    every()
-    ranks(2).run(every)
+    net.forward = forward  # type: ignore[method-assign]
+    train = ltx.train_step(ltx.data_parallel(lambda p, x: ltx.functional_call(net, p, (x,))), SGD, donate=False)
+    state = train.init({name: p.detach() for name, p in net.named_parameters()})
+    refuses(UnsupportedError, "runs a backward pass of its own", train, state, torch.ones(2, 3, requires_grad=True))
 
 
 MASK = torch.tensor([[0.0, 1.0]])
@@ -426,37 +417,32 @@ def masked(net: nn.Linear, hook: str) -> Any:
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_of_parameters(ranks: Ranks, hook: str, call: str) -> None:
-    def every() -> None:
-        net, x = nn.Linear(2, 1, bias=False), torch.full((1, 2), 4.0)
-        net.weight.data.zero_()
-        own = dict(net.named_parameters())
-        detached = {"weight": net.weight.detach()}
+@on_ranks(2, alone=True)
+def test_hooks_of_parameters(hook: str, call: str) -> None:
+    net, x = nn.Linear(2, 1, bias=False), torch.full((1, 2), 4.0)
+    net.weight.data.zero_()
+    own = dict(net.named_parameters())
+    detached = {"weight": net.weight.detach()}
 
-        def step() -> ltx.DataParallel:
-            return ltx.data_parallel(lambda p, x: CALLS[call](net, p, (x,)).sum())
+    def step() -> ltx.DataParallel:
+        return ltx.data_parallel(lambda p, x: CALLS[call](net, p, (x,)).sum())
 
-        handle = masked(net, hook)
-        for grad in (ltx.grad, torch.func.grad):
-            for params in (own, detached):
-                with pytest.raises(
-                    StepError, match=r"'weight'.* has hooks \(register_hook\).*grads\[\"name\"\] \* mask"
-                ):
-                    grad(step())(params, x)
-        refuses(TreeError, r"'weight' has hooks", ltx.train_step(step(), SGD).init, own)
-        train = ltx.train_step(step(), SGD)
-        refuses(StepError, r"'weight'.* has hooks.*ltx\.optim\.chain", train, train.init(detached), x)
-        step()(own, x).backward()  # here they are called
-        assert torch.equal(net.weight.grad, 4 * MASK)  # type: ignore[arg-type]
-        if call == "ltx":
-            with pytest.raises(StepError, match=r"parameter 'weight' of Linear has hooks"):
-                torch.func.grad(lambda p: ltx.functional_call(net, p, (x,)).sum())(detached)
-        handle.remove()
-        chain = ltx.optim.chain(
-            ltx.optim.from_functions(lambda p: None, lambda g, s, p: ({"weight": g["weight"] * MASK}, s)), SGD
-        )
-        train = ltx.train_step(step(), chain)
-        assert torch.equal(train(train.init(own), x)[0].params["weight"], -2 * MASK)
-
-    every()
-    ranks(2).run(every)
+    handle = masked(net, hook)
+    for grad in (ltx.grad, torch.func.grad):
+        for params in (own, detached):
+            with pytest.raises(StepError, match=r"'weight'.* has hooks \(register_hook\).*grads\[\"name\"\] \* mask"):
+                grad(step())(params, x)
+    refuses(TreeError, r"'weight' has hooks", ltx.train_step(step(), SGD).init, own)
+    train = ltx.train_step(step(), SGD)
+    refuses(StepError, r"'weight'.* has hooks.*ltx\.optim\.chain", train, train.init(detached), x)
+    step()(own, x).backward()  # here they are called
+    assert torch.equal(net.weight.grad, 4 * MASK)  # type: ignore[arg-type]
+    if call == "ltx":
+        with pytest.raises(StepError, match=r"parameter 'weight' of Linear has hooks"):
+            torch.func.grad(lambda p: ltx.functional_call(net, p, (x,)).sum())(detached)
+    handle.remove()
+    chain = ltx.optim.chain(
+        ltx.optim.from_functions(lambda p: None, lambda g, s, p: ({"weight": g["weight"] * MASK}, s)), SGD
+    )
+    train = ltx.train_step(step(), chain)
+    assert torch.equal(train(train.init(own), x)[0].params["weight"], -2 * MASK)

@@ -14,7 +14,7 @@ from ltx import hooks
 from ltx.errors import StrategyError, UnsupportedError
 from tests.kinds import Params, Ranks
 from tests.sent import sent
-from tests.train_on import go_on, mine, refuses, said, trained
+from tests.train_on import go_on, mine, on_ranks, refuses, said, trained
 from tests.twins.cases import assert_same_bits
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
@@ -124,16 +124,14 @@ def test_a_skipped_update_keeps_the_passes_before_it(op: Any, ranks: Ranks) -> N
 
 
 @pytest.mark.parametrize("fields", [{"op": "adasum"}, {"backward_passes_per_step": 2}])
-def test_groups_are_of_parameters(fields: dict[str, Any], ranks: Ranks) -> None:
+@on_ranks(2)
+def test_groups_are_of_parameters(fields: dict[str, Any]) -> None:
     """What a guard sends where gradients are local is in none, and is looked for in none."""
 
     strategy = ltx.HorovodStrategy(groups=[["w"]], **fields)
+    x = torch.full((3,), torch.nan if ltx.axis_index() else 1.0)
 
-    def run() -> list[bool]:
-        x = torch.full((3,), torch.nan if ltx.axis_index() else 1.0)
-        return trained(loss, SGD, params_of(), [x], strategy, guard="skip").skipped
-
-    assert ranks(2).run(run).replicated() == [True]
+    assert trained(loss, SGD, params_of(), [x], strategy, guard="skip").skipped == [True]
 
 
 def test_a_checkpoint_knows_how_often_the_optimizer_has_run() -> None:

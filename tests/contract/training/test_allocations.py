@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import ltx
-from tests.kinds import Params, Ranks
+from tests.kinds import Params
+from tests.train_on import on_ranks
 from tests.twins.cases import seeded
 
 LARGE = 1 << 16
@@ -42,70 +43,64 @@ def setting() -> tuple[Params, Callable[[Params, Tensor], Tensor], Tensor]:
 @pytest.mark.full(but=2)
 @pytest.mark.parametrize("overlap", ["backward", "update"])
 @pytest.mark.parametrize("donate", [True, False])
-def test_a_training_step(ranks: Ranks, overlap: Any, donate: bool) -> None:
-    def counted() -> tuple[Counter[int], Counter[int], Counter[int]]:
-        params, loss, x = setting()
-        mine = [p.clone().requires_grad_() for p in params.values()]
-        optimizer = torch.optim.AdamW(mine, fused=True)
+@on_ranks(2)
+def test_a_training_step(overlap: Any, donate: bool) -> None:
+    params, loss, x = setting()
+    mine = [p.clone().requires_grad_() for p in params.values()]
+    optimizer = torch.optim.AdamW(mine, fused=True)
 
-        def plain() -> None:
-            optimizer.zero_grad()
-            loss(dict(zip(params, mine, strict=True)), x).backward()
-            optimizer.step()
+    def bare() -> None:
+        optimizer.zero_grad()
+        loss(dict(zip(params, mine, strict=True)), x).backward()
+        optimizer.step()
 
-        strategy = ltx.DDPStrategy(bucket_bytes=600_000, first_bucket_bytes=1)
-        adamw = ltx.optim.from_torch(torch.optim.AdamW, fused=True)
-        train = ltx.train_step(ltx.data_parallel(loss, strategy), adamw, overlap=overlap, donate=donate)
-        state = [train.init(params)]
+    strategy = ltx.DDPStrategy(bucket_bytes=600_000, first_bucket_bytes=1)
+    adamw = ltx.optim.from_torch(torch.optim.AdamW, fused=True)
+    train = ltx.train_step(ltx.data_parallel(loss, strategy), adamw, overlap=overlap, donate=donate)
+    state = [train.init(params)]
 
-        def step() -> None:
-            state[0], _ = train(state[0], x)
+    def trained() -> None:
+        state[0], _ = train(state[0], x)
 
-        return allocated(plain), allocated(step), Counter(p.numel() * 4 for p in params.values())
-
-    for plain, step, params in ranks(2).run(counted):
-        assert plain, "activations and gradients are large"
-        # What isn't donated is copied: parameters, and two moments of each.
-        copies = Counter() if donate else params + params + params
-        assert step - plain == copies
-        assert plain - step == Counter()
+    plain, step, params = allocated(bare), allocated(trained), Counter(p.numel() * 4 for p in params.values())
+    assert plain, "activations and gradients are large"
+    # What isn't donated is copied: parameters, and two moments of each.
+    copies = Counter() if donate else params + params + params
+    assert step - plain == copies
+    assert plain - step == Counter()
 
 
 @pytest.mark.parametrize("grad", [torch.func.grad, ltx.grad], ids=["torch.func", "ltx"])
-def test_gradients_alone(ranks: Ranks, grad: Any) -> None:
-    def counted() -> tuple[Counter[int], Counter[int]]:
-        params, loss, x = setting()
-        params = ltx.broadcast(params)
-        mine = [p.clone().requires_grad_() for p in params.values()]
-        gradient = grad(ltx.data_parallel(loss))
-        found = [gradient(params, x)]
+@on_ranks(2)
+def test_gradients_alone(grad: Any) -> None:
+    params, loss, x = setting()
+    params = ltx.broadcast(params)
+    mine = [p.clone().requires_grad_() for p in params.values()]
+    gradient = grad(ltx.data_parallel(loss))
+    found = [gradient(params, x)]
 
-        def plain() -> None:
-            torch.autograd.grad(loss(dict(zip(params, mine, strict=True)), x), mine)
+    def bare() -> None:
+        torch.autograd.grad(loss(dict(zip(params, mine, strict=True)), x), mine)
 
-        def step() -> None:
-            found[0] = gradient(params, x)
+    def trained() -> None:
+        found[0] = gradient(params, x)
 
-        return allocated(plain), allocated(step)
-
-    for plain, step in ranks(2).run(counted):
-        assert step == plain
+    plain, step = allocated(bare), allocated(trained)
+    assert step == plain
 
 
 @pytest.mark.parametrize("grad", [torch.func.grad, ltx.grad], ids=["torch.func", "ltx"])
-def test_gradients_that_are_kept_keep_their_values(ranks: Ranks, grad: Any, seed: int) -> None:
-    def kept() -> None:
-        with seeded(seed):  # the same on both ranks
-            params, loss, _ = setting()
-            batches = [torch.randn(2, 256) for _ in range(6)]
-        both = grad(ltx.data_parallel(loss)), torch.func.grad(loss)
-        found = [both[0](params, x) for x in batches]
-        arrays = [{k: g.numpy() for k, g in grads.items()} for grads in found]
-        del found[1], found[2]
-        for x in batches:
-            both[0](params, x)
-        for x, mine in zip(batches, arrays, strict=True):
-            for name, expected in both[1](params, x).items():
-                torch.testing.assert_close(torch.from_numpy(mine[name]), expected)
-
-    ranks(2).run(kept)
+@on_ranks(2)
+def test_gradients_that_are_kept_keep_their_values(grad: Any, seed: int) -> None:
+    with seeded(seed):  # the same on both ranks
+        params, loss, _ = setting()
+        batches = [torch.randn(2, 256) for _ in range(6)]
+    both = grad(ltx.data_parallel(loss)), torch.func.grad(loss)
+    found = [both[0](params, x) for x in batches]
+    arrays = [{k: g.numpy() for k, g in grads.items()} for grads in found]
+    del found[1], found[2]
+    for x in batches:
+        both[0](params, x)
+    for x, mine in zip(batches, arrays, strict=True):
+        for name, expected in both[1](params, x).items():
+            torch.testing.assert_close(torch.from_numpy(mine[name]), expected)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import ltx
 from ltx.errors import DonatedStateError, InvalidStateError, StepError
 from tests.kinds import Ranks
-from tests.train_on import refuses, said
+from tests.train_on import on_ranks, refuses, said
 
 
 class Net(nn.Module):
@@ -154,16 +154,13 @@ def changed(way: str, change: Callable[[nn.Module], None]) -> tuple[bool, dict[s
 @pytest.mark.parametrize(
     "way", ["in place", "donate=False", "overlap", "fused", "stateful hook", "local", "zero", "diloco"]
 )
-def test_values_that_are_put_under_its_parameters_are_the_state_s(way: str, ranks: Ranks) -> None:
+@on_ranks(2, alone=True)
+def test_values_that_are_put_under_its_parameters_are_the_state_s(way: str) -> None:
     """``p.data = x``, as vector_to_parameters does: the next step went on from what was before, without a word."""
+    _, wanted = changed(way, in_place)
+    found = [changed(way, change) for change in (by_data, by_a_vector)]
 
-    def run() -> list[bool]:
-        _, wanted = changed(way, in_place)
-        found = [changed(way, change) for change in (by_data, by_a_vector)]
-        return [after and all(torch.equal(x, wanted[k]) for k, x in now.items()) for after, now in found]
-
-    assert run() == [True, True]
-    assert list(ranks(2).run(run)) == [[True, True]] * 2
+    assert [after and all(torch.equal(x, wanted[k]) for k, x in now.items()) for after, now in found] == [True, True]
 
 
 def test_values_that_are_put_under_its_parameters_are_saved(tmp_path: Path) -> None:
@@ -417,17 +414,15 @@ def test_an_expanded_parameter_and_a_quantized_buffer(ranks: Ranks) -> None:
     assert len(ranks(2).run(run).replicated()) == 4
 
 
-def test_buffers_that_nothing_writes_to_are_rank_0s(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_buffers_that_nothing_writes_to_are_rank_0s() -> None:
     """Random Fourier features, say, of which a step takes the module's own."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("fixed", torch.full((2,), float(ltx.axis_index())))
+    ltx.train_step(ltx.data_parallel(lambda p, x: p["weight"].sum() * x), SGD).init(model)
+    assert isinstance(model.fixed, Tensor)
 
-    def run() -> Tensor:
-        model = nn.Linear(2, 2)
-        model.register_buffer("fixed", torch.full((2,), float(ltx.axis_index())))
-        ltx.train_step(ltx.data_parallel(lambda p, x: p["weight"].sum() * x), SGD).init(model)
-        assert isinstance(model.fixed, Tensor)
-        return model.fixed
-
-    assert ranks(2).run(run).replicated().tolist() == [0.0, 0.0]
+    assert model.fixed.tolist() == [0.0, 0.0]
 
 
 class Observer(nn.Module):
@@ -519,19 +514,15 @@ def test_weights_that_are_swapped_by_data_come_back(look: str | None, tmp_path: 
 
 
 @pytest.mark.parametrize("overlap", ["backward", "update"])
-def test_a_step_that_fails(overlap: Any, ranks: Ranks) -> None:
-    def run() -> list[Any]:
-        model, train, state = begun(ltx.DDPStrategy(**SMALL), overlap=overlap)
-        state, _ = train(state, batch(0))
-        was = values(model)
-        refuses(Exception, "shape", train, state, torch.ones(2, 3))  # in the forward pass
-        found = [all(torch.equal(x, was[n]) for n, x in values(model).items()) and shows(model, state)]
-        state, _ = train(state, batch(1))
-        return [*found, shows(model, state)]
-
-    assert all(run())
-    for found in ranks(2).run(run):
-        assert all(found), found
+@on_ranks(2, alone=True)
+def test_a_step_that_fails(overlap: Any) -> None:
+    model, train, state = begun(ltx.DDPStrategy(**SMALL), overlap=overlap)
+    state, _ = train(state, batch(0))
+    was = values(model)
+    refuses(Exception, "shape", train, state, torch.ones(2, 3))  # in the forward pass
+    found = [all(torch.equal(x, was[n]) for n, x in values(model).items()) and shows(model, state)]
+    state, _ = train(state, batch(1))
+    assert all([*found, shows(model, state)])
 
 
 def test_a_module_whose_state_is_invalid_says_so() -> None:

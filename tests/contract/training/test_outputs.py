@@ -12,7 +12,7 @@ import ltx
 from ltx.errors import StepError
 from tests.contract.base.test_containers import Output
 from tests.kinds import Ranks
-from tests.train_on import in_all_worlds, refuses, trained
+from tests.train_on import in_all_worlds, on_ranks, refuses, trained
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=1.0)
 XS = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -138,25 +138,21 @@ def test_a_step_that_returns_fewer_buffers(compiled: bool, ranks: Ranks) -> None
         assert found == [1.0, 1.0]
 
 
-def test_a_step_that_takes_buffers_and_a_state_that_has_none(ranks: Ranks) -> None:
-
+@on_ranks(2, alone=True)
+def test_a_step_that_takes_buffers_and_a_state_that_has_none() -> None:
     def fails(w: Tensor, x: Tensor) -> Any:
         raise TypeError("of the step's own")
 
-    def run() -> None:
-        w, buffer, x = torch.ones(2), torch.zeros(()), torch.ones(2, 2)
-        for wrap, of_buffers in (
-            (lambda step: step, r"takes \(w.*as the state has buffers"),
-            (lambda step: ltx.accumulate(step, steps=2), r"would cut the buffers into micro-batches.*carry=1"),
-        ):
-            train = ltx.train_step(wrap(ltx.data_parallel(lambda w, buffer, x: ((w * x).sum(), buffer + 1))), SGD)
-            with pytest.raises(StepError, match=r"takes \(w.*train\.init\(params, dict\(module\.named_buffers\(\)\)\)"):
-                train(train.init(w), x)
-            train = ltx.train_step(wrap(ltx.data_parallel(lambda w, x: (w * x).sum())), SGD)
-            refuses(StepError, of_buffers, lambda train=train: train(train.init(w, buffer), x))
-            refuses(TypeError, "positional argument", train, train.init(w), x, x, x)
-            with pytest.raises(TypeError, match="of the step's own"):
-                ltx.train_step(wrap(ltx.data_parallel(fails)), SGD)(train.init(w), x)
-
-    run()
-    ranks(2).run(run)
+    w, buffer, x = torch.ones(2), torch.zeros(()), torch.ones(2, 2)
+    for wrap, of_buffers in (
+        (lambda step: step, r"takes \(w.*as the state has buffers"),
+        (lambda step: ltx.accumulate(step, steps=2), r"would cut the buffers into micro-batches.*carry=1"),
+    ):
+        train = ltx.train_step(wrap(ltx.data_parallel(lambda w, buffer, x: ((w * x).sum(), buffer + 1))), SGD)
+        with pytest.raises(StepError, match=r"takes \(w.*train\.init\(params, dict\(module\.named_buffers\(\)\)\)"):
+            train(train.init(w), x)
+        train = ltx.train_step(wrap(ltx.data_parallel(lambda w, x: (w * x).sum())), SGD)
+        refuses(StepError, of_buffers, lambda train=train: train(train.init(w, buffer), x))
+        refuses(TypeError, "positional argument", train, train.init(w), x, x, x)
+        with pytest.raises(TypeError, match="of the step's own"):
+            ltx.train_step(wrap(ltx.data_parallel(fails)), SGD)(train.init(w), x)

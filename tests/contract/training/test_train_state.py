@@ -19,7 +19,7 @@ import ltx
 from ltx.errors import CallFailedError, DonatedStateError, InputError
 from tests.inside import AsyncAveraging
 from tests.kinds import Params, Ranks
-from tests.train_on import go_on, refuses, said
+from tests.train_on import go_on, on_ranks, refuses, said
 from tests.twins.cases import assert_same_bits
 from tests.twins.feedback import STRATEGY
 from tests.twins.training import adamw, sgd
@@ -94,24 +94,22 @@ UNDER_WAY = {
 
 
 @pytest.mark.parametrize("name", UNDER_WAY)
-def test_a_copy_has_nothing_that_is_under_way(name: str, ranks: Ranks) -> None:
-    def run() -> None:
-        train = ltx.train_step(ltx.data_parallel(lambda p, x: (p["w"] * x).sum(), UNDER_WAY[name]), adamw())
-        state = train.init({"w": torch.ones(3)})
-        while not state.under_way:
-            state, _ = train(state, X * (1 + ltx.world().rank))
-        for how, copied in COPIES.items():
-            other = copied(state)
-            assert_same_bits(other.params, state.params)
-            for use in (lambda other=other: train(other, X), lambda other=other: train.finish(other)):
-                refuses(InputError, r"is a copy .*which the copy hasn't got. Copy what finish gives", use)
-            refuses(InputError, "has an exchange under way", other.state_dict)
-            assert how
-        state = train.finish(state)
-        again = copy.deepcopy(state)
-        assert_same_bits(train.finish(train(again, X)[0]).params, train.finish(train(state, X)[0]).params)
-
-    ranks(2).run(run)
+@on_ranks(2)
+def test_a_copy_has_nothing_that_is_under_way(name: str) -> None:
+    train = ltx.train_step(ltx.data_parallel(lambda p, x: (p["w"] * x).sum(), UNDER_WAY[name]), adamw())
+    state = train.init({"w": torch.ones(3)})
+    while not state.under_way:
+        state, _ = train(state, X * (1 + ltx.world().rank))
+    for how, copied in COPIES.items():
+        other = copied(state)
+        assert_same_bits(other.params, state.params)
+        for use in (lambda other=other: train(other, X), lambda other=other: train.finish(other)):
+            refuses(InputError, r"is a copy .*which the copy hasn't got. Copy what finish gives", use)
+        refuses(InputError, "has an exchange under way", other.state_dict)
+        assert how
+    state = train.finish(state)
+    again = copy.deepcopy(state)
+    assert_same_bits(train.finish(train(again, X)[0]).params, train.finish(train(state, X)[0]).params)
 
 
 def test_frozen() -> None:
@@ -267,37 +265,33 @@ USES: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-def test_tensors_that_were_read_off_it_raise(ranks: Ranks) -> None:
+@on_ranks(2, alone=True)
+def test_tensors_that_were_read_off_it_raise() -> None:
     """`best = state.params`, and a leaf of it, in every way that a tensor is used; the next state's are right."""
-
-    def run() -> tuple[list[str], bool, bool]:
-        torch.manual_seed(1)
-        told, equal, names = [], True, []
-        for overlap in ("backward", "update"):
-            train, state, x = made(overlap=overlap)
-            plain, same, _ = made(overlap=overlap, donate=False)
-            same = plain.init(ltx.tree.map(torch.clone, state.params))
-            for _ in range(3):
-                best, moments = state.params, state.opt_state
-                kept = ltx.tree.map(torch.clone, best)
-                state, _ = train(state, x)
-                same, _ = plain(same, x)
-                equal &= all(torch.equal(state.params[k], same.params[k]) for k in kept)
-                for name, use in USES.items():
-                    try:
-                        use(best["w"])
-                        told.append(f"{overlap}: {name} passes")
-                    except DonatedStateError as error:
-                        names.append("this tensor was read off the TrainState of step" in str(error))
-                said(DonatedStateError, moments.per_param["w"]["exp_avg"].sum)
-                assert best["w"].shape == (3, 2)
-                assert best["w"].dtype == torch.float32
-        return told, equal, all(names)
-
-    for told, equal, named in (run(), *ranks(2).run(run)):
-        assert told == []
-        assert equal
-        assert named
+    torch.manual_seed(1)
+    told, equal, names = [], True, []
+    for overlap in ("backward", "update"):
+        train, state, x = made(overlap=overlap)
+        plain, same, _ = made(overlap=overlap, donate=False)
+        same = plain.init(ltx.tree.map(torch.clone, state.params))
+        for _ in range(3):
+            best, moments = state.params, state.opt_state
+            kept = ltx.tree.map(torch.clone, best)
+            state, _ = train(state, x)
+            same, _ = plain(same, x)
+            equal &= all(torch.equal(state.params[k], same.params[k]) for k in kept)
+            for name, use in USES.items():
+                try:
+                    use(best["w"])
+                    told.append(f"{overlap}: {name} passes")
+                except DonatedStateError as error:
+                    names.append("this tensor was read off the TrainState of step" in str(error))
+            said(DonatedStateError, moments.per_param["w"]["exp_avg"].sum)
+            assert best["w"].shape == (3, 2)
+            assert best["w"].dtype == torch.float32
+    assert told == []
+    assert equal
+    assert all(names)
 
 
 def test_what_functorch_wraps_holds_no_old_value() -> None:

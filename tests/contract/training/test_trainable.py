@@ -13,8 +13,7 @@ from torch.func import functional_call
 
 import ltx
 from ltx.errors import OptimError, StepError, TreeError, UnsupportedError
-from tests.kinds import Ranks
-from tests.train_on import go_on, loop_of_torch, refuses, trained
+from tests.train_on import go_on, loop_of_torch, on_ranks, refuses, trained
 from tests.twins.training import adamw, sgd
 
 
@@ -37,38 +36,35 @@ STRATEGIES = [
 ]
 
 
-def test_frozen_parameters_stay(ranks: Ranks, seed: int) -> None:
+@on_ranks(2, alone=True)
+def test_frozen_parameters_stay(seed: int) -> None:
     """On every kind of strategy and overlap, with an optimizer that decays weights; what is trained is trained."""
+    torch.manual_seed(seed)
+    x = torch.randn(4, 6, 4)[ltx.axis_index()]
+    wrong = []
+    for strategy in STRATEGIES:
+        for overlap in ("backward", "update"):
+            by_bucket = strategy.updates_in_buckets or strategy.communicates_after_update(0)
+            if overlap != "backward" and not by_bucket:
+                continue
+            net = model()
+            net[0].requires_grad_(False)
+            optimizer = adamw(lr=0.1, weight_decay=0.5)
+            try:
+                train = ltx.train_step(ltx.data_parallel(loss_of(net), strategy), optimizer, overlap=overlap)
+            except ltx.errors.StrategyError:
+                continue
+            state = train.init(dict(net.named_parameters()))
+            before = {name: value.clone() for name, value in state.params.items()}
+            state, _ = go_on(train, state, [x] * 3)
+            frozen = {name for name in before if torch.equal(before[name], state.params[name])}
+            if frozen != {"0.weight", "0.bias"}:
+                wrong.append(f"{strategy} {overlap}: {frozen}")
+            paths = ltx.tree.leaf_paths((state.opt_state, state.sync_state))
+            if any("0.weight" in path or "0.bias" in path for path in paths):
+                wrong.append(f"{strategy} {overlap}: {paths}")
 
-    def run() -> list[str]:
-        torch.manual_seed(seed)
-        x = torch.randn(4, 6, 4)[ltx.axis_index()]
-        wrong = []
-        for strategy in STRATEGIES:
-            for overlap in ("backward", "update"):
-                by_bucket = strategy.updates_in_buckets or strategy.communicates_after_update(0)
-                if overlap != "backward" and not by_bucket:
-                    continue
-                net = model()
-                net[0].requires_grad_(False)
-                optimizer = adamw(lr=0.1, weight_decay=0.5)
-                try:
-                    train = ltx.train_step(ltx.data_parallel(loss_of(net), strategy), optimizer, overlap=overlap)
-                except ltx.errors.StrategyError:
-                    continue
-                state = train.init(dict(net.named_parameters()))
-                before = {name: value.clone() for name, value in state.params.items()}
-                state, _ = go_on(train, state, [x] * 3)
-                frozen = {name for name in before if torch.equal(before[name], state.params[name])}
-                if frozen != {"0.weight", "0.bias"}:
-                    wrong.append(f"{strategy} {overlap}: {frozen}")
-                paths = ltx.tree.leaf_paths((state.opt_state, state.sync_state))
-                if any("0.weight" in path or "0.bias" in path for path in paths):
-                    wrong.append(f"{strategy} {overlap}: {paths}")
-        return wrong
-
-    assert run() == []
-    assert list(ranks(2).run(run)) == [[], []]
+    assert wrong == []
 
 
 @pytest.mark.parametrize("donate", [True, False])
@@ -212,15 +208,10 @@ def test_a_module_given_its_values_in_inference_mode_can_be_trained() -> None:
     assert net.weight.grad is not None
 
 
-def test_values_of_the_meta_device_are_named(ranks: Ranks) -> None:
-    def run() -> None:
-        with torch.device("meta"):
-            net = torch.nn.Linear(2, 2)
-        train = ltx.train_step(ltx.data_parallel(loss_of(net)), sgd())
-        for given, text in (
-            (net, r"train\.init\(module\): leaf 'bias'"),
-            (dict(net.named_parameters()), "leaf 'bias'"),
-        ):
-            refuses(TreeError, f"{text} is on the meta device, and its values are needed", train.init, given)
-
-    ranks(2).run(run)
+@on_ranks(2)
+def test_values_of_the_meta_device_are_named() -> None:
+    with torch.device("meta"):
+        net = torch.nn.Linear(2, 2)
+    train = ltx.train_step(ltx.data_parallel(loss_of(net)), sgd())
+    for given, text in ((net, r"train\.init\(module\): leaf 'bias'"), (dict(net.named_parameters()), "leaf 'bias'")):
+        refuses(TreeError, f"{text} is on the meta device, and its values are needed", train.init, given)

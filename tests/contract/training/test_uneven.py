@@ -13,7 +13,7 @@ from torch.func import grad_and_value
 import ltx
 from ltx.errors import AxisError, DataError, InputError
 from tests.kinds import Ranks, Started
-from tests.train_on import loop_of_torch, mine, refuses, said, trained
+from tests.train_on import loop_of_torch, mine, on_ranks, refuses, said, trained
 from tests.twins import training
 from tests.twins.training import sgd, weighted_step, whole
 
@@ -68,19 +68,17 @@ def is_zero(batch: Any) -> bool:
     return all(not x.any() for x in ltx.tree.flatten(batch)[0] if isinstance(x, Tensor))
 
 
-def test_placeholders_have_the_structure_of_a_ranks_own_last_batch(ranks: Ranks, seed: int) -> None:
-    def run() -> tuple[bool, Any, list[Any]]:
-        rank = int(ltx.axis_index())
-        mine, seen = kinds(rank), []
-        wanted = shapes(mine)
-        for batch, weight in ltx.uneven([mine] if rank == 0 else [mine] * 4):
-            seen.append((shapes(batch), weight.dtype, weight.shape, is_zero(batch)))
-            batch.clear()  # what a loop does to its batches doesn't reach the placeholders
-            mine.update(kinds(rank))
-        return wanted, seen
+@on_ranks(2)
+def test_placeholders_have_the_structure_of_a_ranks_own_last_batch(seed: int) -> None:
+    rank = int(ltx.axis_index())
+    mine, seen = kinds(rank), []
+    wanted = shapes(mine)
+    for batch, weight in ltx.uneven([mine] if rank == 0 else [mine] * 4):
+        seen.append((shapes(batch), weight.dtype, weight.shape, is_zero(batch)))
+        batch.clear()  # what a loop does to its batches doesn't reach the placeholders
+        mine.update(kinds(rank))
 
-    for rank, (wanted, seen) in enumerate(ranks(2).run(run)):
-        assert seen == [(wanted, torch.float32, (), rank == 0 and t > 0) for t in range(4)]
+    assert seen == [(wanted, torch.float32, (), rank == 0 and t > 0) for t in range(4)]
 
 
 def test_a_rank_without_any_batch_takes_anothers_structure(ranks: Ranks, seed: int) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import ltx
 from tests.kinds import Params, Ranks
+from tests.train_on import on_ranks
 
 RATE, STEPS = 0.1, 2
 Step = Callable[..., Tensor]
@@ -188,17 +189,15 @@ CURVED: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("way", OUTER)
 @pytest.mark.parametrize("curved", CURVED)
-def test_a_step_in_a_backward_pass(curved: str, way: str, ranks: Ranks) -> None:
+@on_ranks(2)
+def test_a_step_in_a_backward_pass(curved: str, way: str) -> None:
     """By loss.backward() the outer pass, which goes on, was taken for one that had been left, which ended the world."""
+    x, w = torch.tensor([1.0, 2.0]) + ltx.axis_index(), torch.tensor(0.5)
+    fit = ltx.data_parallel(lambda w, x: ((w - x) ** 2).mean())
+    outer = ltx.data_parallel(lambda p, x: (Implicit.apply(p["w"], lambda: CURVED[curved](fit, w, x)) * x).mean())
 
-    def run() -> tuple[Tensor, Tensor]:
-        x, w = torch.tensor([1.0, 2.0]) + ltx.axis_index(), torch.tensor(0.5)
-        fit = ltx.data_parallel(lambda w, x: ((w - x) ** 2).mean())
-        outer = ltx.data_parallel(lambda p, x: (Implicit.apply(p["w"], lambda: CURVED[curved](fit, w, x)) * x).mean())
-        return OUTER[way](outer, {"w": w}, x)["w"], CURVED[curved](fit, w, x)
-
-    for got, factor in ranks(2).run(run):
-        torch.testing.assert_close(got, 2 * factor)
+    got, factor = OUTER[way](outer, {"w": w}, x)["w"], CURVED[curved](fit, w, x)
+    torch.testing.assert_close(got, 2 * factor)
 
 
 def test_a_value_in_an_attribute_that_is_differentiated_later(ranks: Ranks) -> None:
@@ -226,29 +225,27 @@ def test_a_value_in_an_attribute_that_is_differentiated_later(ranks: Ranks) -> N
 
 
 @pytest.mark.parametrize("grad", [torch.func.grad, ltx.grad])
-def test_after_a_collective_of_the_inner_step(grad: Any, ranks: Ranks) -> None:
+@on_ranks(2)
+def test_after_a_collective_of_the_inner_step(grad: Any) -> None:
     """It has sent something when it comes to what it closes over; ranks together begin it anew."""
+    x = torch.randn(4, generator=torch.Generator().manual_seed(int(ltx.axis_index())))
 
-    def run() -> tuple[Tensor, Tensor]:
-        x = torch.randn(4, generator=torch.Generator().manual_seed(int(ltx.axis_index())))
+    def loss(w: Tensor, x: Tensor, a: Tensor) -> Tensor:
+        return (a * (w - ltx.pmean(x.mean()) - x) ** 2).mean()
 
-        def loss(w: Tensor, x: Tensor, a: Tensor) -> Tensor:
-            return (a * (w - ltx.pmean(x.mean()) - x) ** 2).mean()
+    def closing(h: Tensor, x: Tensor) -> Tensor:
+        made = h.exp()
+        inner = ltx.data_parallel(lambda w, x: loss(w, x, made))
+        return (grad(inner)(torch.tensor(0.5), x) * x).sum()
 
-        def closing(h: Tensor, x: Tensor) -> Tensor:
-            made = h.exp()
-            inner = ltx.data_parallel(lambda w, x: loss(w, x, made))
-            return (grad(inner)(torch.tensor(0.5), x) * x).sum()
+    def given(h: Tensor, x: Tensor) -> Tensor:
+        return (grad(ltx.data_parallel(loss))(torch.tensor(0.5), x, h.exp()) * x).sum()
 
-        def given(h: Tensor, x: Tensor) -> Tensor:
-            return (grad(ltx.data_parallel(loss))(torch.tensor(0.5), x, h.exp()) * x).sum()
+    h = torch.tensor(0.3)
 
-        h = torch.tensor(0.3)
-        return ltx.grad(ltx.data_parallel(closing))(h, x), ltx.grad(ltx.data_parallel(given))(h, x)
-
-    for by_closure, by_argument in ranks(2).run(run):
-        assert by_closure != 0
-        torch.testing.assert_close(by_closure, by_argument)
+    by_closure, by_argument = ltx.grad(ltx.data_parallel(closing))(h, x), ltx.grad(ltx.data_parallel(given))(h, x)
+    assert by_closure != 0
+    torch.testing.assert_close(by_closure, by_argument)
 
 
 @pytest.mark.parametrize("grad", [torch.func.grad, ltx.grad])

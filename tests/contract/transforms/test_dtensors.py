@@ -19,7 +19,7 @@ from tests import inside
 from tests.inside import stateful
 from tests.kinds import Ranks
 from tests.meshes import distributed, drawn, full, loss_of, mesh_of, model_of, parallelize, placements
-from tests.train_on import said
+from tests.train_on import on_ranks, said
 
 pytestmark = pytest.mark.full  # importing DTensors takes seconds, in each of four processes
 
@@ -286,47 +286,44 @@ def test_what_is_refused(ranks: Ranks) -> None:
             assert all(part in text for part in parts), text
 
 
-def test_without_the_wrapper_they_are_refused(ranks: Ranks) -> None:
+@on_ranks(4)
+def test_without_the_wrapper_they_are_refused() -> None:
     """In every function that would take a part for the whole, on every rank, and under transforms too."""
+    with mesh_of(2, 2) as mesh:
+        w = {"w": nn.Parameter(distributed(torch.ones(4, 2), mesh["model"]))}
+        detached = {"w": w["w"].detach()}
+        module = nn.Module()
+        module.w = w["w"]
 
-    def run() -> list[str]:
-        with mesh_of(2, 2) as mesh:
-            w = {"w": nn.Parameter(distributed(torch.ones(4, 2), mesh["model"]))}
-            detached = {"w": w["w"].detach()}
-            module = nn.Module()
-            module.w = w["w"]
+        def loss(p: Any) -> Tensor:
+            return p["w"].full_tensor().sum()
 
-            def loss(p: Any) -> Tensor:
-                return p["w"].full_tensor().sum()
+        def refused(axis: Any) -> list[str]:
+            step = ltx.data_parallel(loss, axis=axis)
+            train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+            state = replace(train.init({"w": torch.ones(2, 2)}), params=detached)
+            calls: list[Callable[[], Any]] = [
+                lambda: step(w),
+                lambda: step(detached),
+                lambda: ltx.grad(step)(w),
+                lambda: torch.func.grad(step)(detached),
+                lambda: torch.func.hessian(step)(detached),
+                lambda: ltx.vmap(ltx.grad(ltx.data_parallel(loss)), None, axis_size=2)(detached),
+                lambda: train.init(w),
+                lambda: train.init(module),
+                lambda: train(state),
+                lambda: ltx.sync_gradients(detached, axis=axis),
+                lambda: ltx.check_replicas(detached, axis),
+                lambda: ltx.psum(detached, axis),
+                lambda: ltx.broadcast(detached, axis=axis),
+            ]
+            return [said(UnsupportedError, call) for call in calls]
 
-            def refused(axis: Any) -> list[str]:
-                step = ltx.data_parallel(loss, axis=axis)
-                train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
-                state = replace(train.init({"w": torch.ones(2, 2)}), params=detached)
-                calls: list[Callable[[], Any]] = [
-                    lambda: step(w),
-                    lambda: step(detached),
-                    lambda: ltx.grad(step)(w),
-                    lambda: torch.func.grad(step)(detached),
-                    lambda: torch.func.hessian(step)(detached),
-                    lambda: ltx.vmap(ltx.grad(ltx.data_parallel(loss)), None, axis_size=2)(detached),
-                    lambda: train.init(w),
-                    lambda: train.init(module),
-                    lambda: train(state),
-                    lambda: ltx.sync_gradients(detached, axis=axis),
-                    lambda: ltx.check_replicas(detached, axis),
-                    lambda: ltx.psum(detached, axis),
-                    lambda: ltx.broadcast(detached, axis=axis),
-                ]
-                return [said(UnsupportedError, call) for call in calls]
-
-            return refused(mesh["data"]) + refused(None)
-
-    for texts in ranks(4).run(run):
-        assert len(texts) == 26
-        for text in texts:
-            assert "a DTensor" in text, text
-            assert "ltx.tensor_parallel.with_dtensors(train)" in text, text
+        texts = refused(mesh["data"]) + refused(None)
+    assert len(texts) == 26
+    for text in texts:
+        assert "a DTensor" in text, text
+        assert "ltx.tensor_parallel.with_dtensors(train)" in text, text
 
 
 def test_fully_sharded_modules(ranks: Ranks, seed: int) -> None:
@@ -357,47 +354,44 @@ def test_fully_sharded_modules(ranks: Ranks, seed: int) -> None:
         torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_reductions_overlap_the_backward_pass(ranks: Ranks) -> None:
+@on_ranks(4)
+def test_reductions_overlap_the_backward_pass() -> None:
     """A bucket goes out when its gradients are there, though DTensors stand between the marker and the step."""
+    events: list[str] = []
 
-    def run() -> list[str]:
-        events: list[str] = []
+    class Seen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, name: str, x: Tensor) -> Tensor:
+            ctx.name = name
+            return x.view_as(x)
 
-        class Seen(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, name: str, x: Tensor) -> Tensor:
-                ctx.name = name
-                return x.view_as(x)
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+            events.append(ctx.name)
+            return None, grad
 
-            @staticmethod
-            def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-                events.append(ctx.name)
-                return None, grad
+    with mesh_of(2, 2) as mesh:
+        bare = inside.resolve(mesh["data"]).comm.bucket_channel(0)
+        issue = bare.issue
 
-        with mesh_of(2, 2) as mesh:
-            bare = inside.resolve(mesh["data"]).comm.bucket_channel(0)
-            issue = bare.issue
+        def issued(*args: Any, **named: Any) -> Any:
+            events.append("reduced")
+            return issue(*args, **named)
 
-            def issued(*args: Any, **named: Any) -> Any:
-                events.append("reduced")
-                return issue(*args, **named)
+        bare.issue = issued
+        ws = [distributed(torch.ones(4, 4), mesh["model"]) for _ in range(3)]
 
-            bare.issue = issued
-            ws = [distributed(torch.ones(4, 4), mesh["model"]) for _ in range(3)]
+        def loss(ws: list[Any], x: Tensor) -> Tensor:
+            for i, w in enumerate(ws):
+                x = Seen.apply(f"layer {i}", x @ w.full_tensor())  # type: ignore[no-untyped-call]
+            return x.sum()
 
-            def loss(ws: list[Any], x: Tensor) -> Tensor:
-                for i, w in enumerate(ws):
-                    x = Seen.apply(f"layer {i}", x @ w.full_tensor())  # type: ignore[no-untyped-call]
-                return x.sum()
+        strategy = ltx.DDPStrategy(bucket_bytes=1, first_bucket_bytes=1)
+        step = with_dtensors(ltx.data_parallel(loss, strategy, axis=mesh["data"]))
+        try:
+            step([w.requires_grad_() for w in ws], torch.randn(2, 4)).backward()
+        finally:
+            del bare.issue
 
-            strategy = ltx.DDPStrategy(bucket_bytes=1, first_bucket_bytes=1)
-            step = with_dtensors(ltx.data_parallel(loss, strategy, axis=mesh["data"]))
-            try:
-                step([w.requires_grad_() for w in ws], torch.randn(2, 4)).backward()
-            finally:
-                del bare.issue
-            return events
-
-    for events in ranks(4).run(run):
-        assert [e for e in events if e != "reduced"] == ["layer 2", "layer 1", "layer 0"]
-        assert "reduced" in events[events.index("layer 2") : events.index("layer 0")], events
+    assert [e for e in events if e != "reduced"] == ["layer 2", "layer 1", "layer 0"]
+    assert "reduced" in events[events.index("layer 2") : events.index("layer 0")], events

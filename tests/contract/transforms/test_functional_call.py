@@ -18,7 +18,7 @@ import ltx
 from ltx.errors import InputError, StepError, TreeError, UnsupportedError
 from tests import train_on
 from tests.kinds import Ranks
-from tests.train_on import refuses
+from tests.train_on import on_ranks, refuses
 from tests.twins.cases import Params, params_of, seeded
 from tests.twins.training import by_train_step, sgd
 
@@ -500,16 +500,14 @@ def by_autograd(loss: Any, params: Any) -> Any:
         by_train_step,
     ],
 )
-def test_using_puts_tensors_into_modules(gradients: Any, ranks: Ranks, seed: int) -> None:
-    def run() -> Any:
-        flow, criterion, params, x = block_of(seed)
-        before = copy.deepcopy(flow.state_dict())
-        found = gradients(lambda params: in_block(flow, criterion, params, x), params)
-        torch.testing.assert_close(dict(flow.state_dict()), dict(before), rtol=0, atol=0)
-        return found
+@on_ranks(2, alone=True)
+def test_using_puts_tensors_into_modules(gradients: Any, seed: int) -> None:
+    flow, criterion, params, x = block_of(seed)
+    before = copy.deepcopy(flow.state_dict())
+    found = gradients(lambda params: in_block(flow, criterion, params, x), params)
+    torch.testing.assert_close(dict(flow.state_dict()), dict(before), rtol=0, atol=0)
 
-    for found in (run(), *ranks(2).run(run)):
-        torch.testing.assert_close(found, own_gradients(seed))
+    torch.testing.assert_close(found, own_gradients(seed))
 
 
 def test_using_and_a_state() -> None:

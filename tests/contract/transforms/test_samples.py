@@ -12,8 +12,8 @@ from torch.func import grad, vmap
 
 import ltx
 from ltx.errors import DeadlockDetectedError, RankMismatchError
-from tests.kinds import OnNewAxis, Ranks
-from tests.train_on import said
+from tests.kinds import OnNewAxis
+from tests.train_on import on_ranks, said
 
 step = ltx.data_parallel(lambda w, x: (w * x).sum())
 
@@ -60,13 +60,11 @@ def test_unequal_numbers_of_samples_are_refused(way: str, width: int, known: str
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_equal_numbers(way: str, ranks: Ranks) -> None:
+@on_ranks(2)
+def test_equal_numbers(way: str) -> None:
     """One pass after the other, of other numbers: equal to the mean of both ranks' samples."""
+    ones = [torch.ones(count, 2) * (1 + 2 * int(ltx.axis_index())) for count in (3, 1, 3)]
 
-    def run() -> list[Tensor]:
-        ones = [torch.ones(count, 2) * (1 + 2 * int(ltx.axis_index())) for count in (3, 1, 3)]
-        return [WAYS[way](torch.ones(2), x) for x in ones]
-
-    for found in ranks(2).run(run):
-        for got, count in zip(found, (3, 1, 3), strict=True):
-            torch.testing.assert_close(got, torch.full((count, 2), 2.0))
+    found = [WAYS[way](torch.ones(2), x) for x in ones]
+    for got, count in zip(found, (3, 1, 3), strict=True):
+        torch.testing.assert_close(got, torch.full((count, 2), 2.0))

@@ -16,6 +16,7 @@ from torch.func import grad, jacrev, jvp
 
 import ltx
 from tests.kinds import Ranks
+from tests.train_on import on_ranks
 from tests.twins.cases import (
     CASES,
     Batch,
@@ -204,23 +205,21 @@ def torchs(step: Any, params: Any, *args: Any, sync_state: ltx.SyncState | None 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items() if case.transforms])
 @pytest.mark.parametrize("strategy", [ltx.DDPStrategy(), STRATEGY], ids=["stateless", "stateful"])
-def test_they_are_torch_funcs_to_the_bit(ranks: Ranks, strategy: ltx.Strategy, case: Case, seed: int) -> None:
-    def compared() -> None:
-        module, batches = case.build(seed, 2)
-        params, batch, rank = params_of(module), batches[int(ltx.axis_index())], int(ltx.axis_index())
-        step = ltx.data_parallel(plain_step(module), strategy)
-        state = step.init(params) if strategy is STRATEGY else None
-        for number in range(3):
-            with seeded(seed + rank):
-                mine = ltx.grad_and_value(step)(params, *batch, sync_state=state)
-            with seeded(seed + rank):
-                assert_same_bits(mine, torchs(step, params, *batch, sync_state=state))
-            assert not any(x.requires_grad or type(x) is not torch.Tensor for x in ltx.tree.flatten(mine)[0])
-            if state is not None:
-                state = mine[0][1]
-                assert state.step == state.checked_step() == number + 1
-
-    ranks(2).run(compared)
+@on_ranks(2)
+def test_they_are_torch_funcs_to_the_bit(strategy: ltx.Strategy, case: Case, seed: int) -> None:
+    module, batches = case.build(seed, 2)
+    params, batch, rank = params_of(module), batches[int(ltx.axis_index())], int(ltx.axis_index())
+    step = ltx.data_parallel(plain_step(module), strategy)
+    state = step.init(params) if strategy is STRATEGY else None
+    for number in range(3):
+        with seeded(seed + rank):
+            mine = ltx.grad_and_value(step)(params, *batch, sync_state=state)
+        with seeded(seed + rank):
+            assert_same_bits(mine, torchs(step, params, *batch, sync_state=state))
+        assert not any(x.requires_grad or type(x) is not torch.Tensor for x in ltx.tree.flatten(mine)[0])
+        if state is not None:
+            state = mine[0][1]
+            assert state.step == state.checked_step() == number + 1
 
 
 def test_a_failure_in_the_backward_pass_of_one_rank_is_told_to_the_other(ranks: Ranks) -> None:
@@ -247,21 +246,18 @@ def test_a_failure_in_the_backward_pass_of_one_rank_is_told_to_the_other(ranks: 
     assert list(told) == [[good, "DeadlockDetectedError", good], [good, "ZeroDivisionError", good]]
 
 
-def test_what_is_differentiated_besides_keeps_its_gradient(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_what_is_differentiated_besides_keeps_its_gradient() -> None:
     """Arguments that require gradients, a level of torch.func around, tangents: torch.func's way."""
-
-    def besides() -> None:
-        step = ltx.data_parallel(lambda w, x: (w * x).square().sum())
-        w, x = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]) + int(ltx.axis_index())
-        mean = (torch.tensor([1.0, 3.0]).square() + torch.tensor([2.0, 4.0]).square()) / 2
-        assert torch.equal(ltx.grad(step)(w, x), 2 * w * mean)
-        tracked = x.clone().requires_grad_()
-        ltx.grad(step)(w, tracked).sum().backward()
-        assert tracked.grad is not None
-        assert torch.equal(torch.func.jacrev(ltx.grad(step))(w, x), torch.diag(2 * mean))
-        assert torch.equal(torch.func.jvp(lambda w: ltx.grad(step)(w, x), (w,), (torch.ones(2),))[1], 2 * mean)
-
-    ranks(2).run(besides)
+    step = ltx.data_parallel(lambda w, x: (w * x).square().sum())
+    w, x = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]) + int(ltx.axis_index())
+    mean = (torch.tensor([1.0, 3.0]).square() + torch.tensor([2.0, 4.0]).square()) / 2
+    assert torch.equal(ltx.grad(step)(w, x), 2 * w * mean)
+    tracked = x.clone().requires_grad_()
+    ltx.grad(step)(w, tracked).sum().backward()
+    assert tracked.grad is not None
+    assert torch.equal(torch.func.jacrev(ltx.grad(step))(w, x), torch.diag(2 * mean))
+    assert torch.equal(torch.func.jvp(lambda w: ltx.grad(step)(w, x), (w,), (torch.ones(2),))[1], 2 * mean)
 
 
 def test_no_parameters_at_all(ranks: Ranks) -> None:
