@@ -83,35 +83,6 @@ def test_vmap_of_vmap(seed: int) -> None:
             assert same_bits(batched["w"][i, j], alone["w"])
 
 
-def double(tree: Any) -> Any:
-    return optree.tree_map(Tensor.double, tree)
-
-
-def last_params(optimizer: Any, params: Any, scale: Tensor, grads: Any) -> Tensor:
-    """The sum of all parameters' squares after three updates whose gradients depend on `scale` and the parameters."""
-    state = optimizer.init(params)
-    for _ in range(3):
-        grads_now = optree.tree_map(lambda g, p: g * scale + 0.1 * p, grads, params)
-        params, state = optimizer.apply(grads_now, state, params)
-    return sum((leaf**2).sum() for leaf in optree.tree_leaves(params))
-
-
-@pytest.mark.parametrize("case", [Case(SGD, {"momentum": 0.9}), Case(AdamW), Case(Adam, {"amsgrad": True})], ids=repr)
-def test_vmap_and_grad_nest_either_way(case: Case, seed: int) -> None:
-    optimizer = from_torch(case.cls, **case.kwargs)
-    params = {"w": torch.randn(4).double()}
-    grads = {"w": torch.randn(4).double() + 3}
-    scales = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
-
-    def loss(scale: Tensor) -> Tensor:
-        return last_params(optimizer, params, scale, grads)
-
-    each = torch.stack([torch.func.grad(loss)(scale) for scale in scales])
-    torch.testing.assert_close(torch.vmap(torch.func.grad(loss))(scales), each)
-    torch.testing.assert_close(torch.func.grad(lambda s: torch.vmap(loss)(s).sum())(scales), each)
-    torch.testing.assert_close(torch.func.jacrev(torch.vmap(loss))(scales), torch.diag(each))
-
-
 def test_constants_inside_a_transform(seed: int) -> None:
     """An update that no transform differentiates or batches, though one is running."""
     optimizer = from_torch(AdamW)

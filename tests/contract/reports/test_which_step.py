@@ -51,10 +51,17 @@ def _alone(seed: int, skipped: set[int]) -> float:
     return w.item()
 
 
-def _loss(w: Tensor, x: Tensor, fails: bool = False) -> Tensor:
-    if fails:
+def _loss(w: Tensor, x: Tensor, fails: bool = False, later: bool = False) -> Tensor:
+    if fails and not later:
         raise torch.OutOfMemoryError("no memory for the batch")
-    return ((w * x - 1) ** 2).mean()
+    error = w * x - 1
+    if fails:
+        error.register_hook(_raises)
+    return (error**2).mean()
+
+
+def _raises(grad: Tensor) -> None:
+    raise MemoryError(f"no memory for pass {BROKEN}")
 
 
 def _train(seed: int, where: str, **options: Any) -> tuple[list[str], int, float, Tensor]:
@@ -184,7 +191,7 @@ class RaisesOnce(ltx.hooks.CommHook):
 
 def _plain(seed: int, handles: str, how: str) -> tuple[list[str], float]:
     """A loop of plain steps, whose forward or backward pass fails on rank 1 at BROKEN, which the loop leaves out."""
-    rank, said = int(ltx.axis_index()), list[str]()
+    rank, said, later = int(ltx.axis_index()), list[str](), handles == "in its own backward pass"
     step = ltx.data_parallel(_loss, ltx.DDPStrategy(comm_hook=RaisesOnce()))
     w = torch.tensor(0.5, requires_grad=how == "backward")
     for i in range(STEPS):
@@ -196,7 +203,7 @@ def _plain(seed: int, handles: str, how: str) -> tuple[list[str], float]:
             step(w, x)
             torch.no_grad()(step)(w, x)
         try:
-            loss = step(w, x, fails) if how == "backward" else None
+            loss = step(w, x, fails, later) if how == "backward" else None
             ok = True
         except torch.OutOfMemoryError as error:
             said.append(f"{type(error).__name__}: {error}")
@@ -208,7 +215,7 @@ def _plain(seed: int, handles: str, how: str) -> tuple[list[str], float]:
             continue
         try:
             if loss is None:
-                grad = ltx.grad(step)(w, x, fails)
+                grad = ltx.grad(step)(w, x, fails, later)
             else:
                 loss.backward()
                 grad, w.grad = w.grad, None
@@ -223,7 +230,7 @@ def _plain(seed: int, handles: str, how: str) -> tuple[list[str], float]:
 
 
 @pytest.mark.parametrize("how", ["backward", "ltx.grad"])
-@pytest.mark.parametrize("where", ["alone", "in the backward pass"])
+@pytest.mark.parametrize("where", ["alone", "in the backward pass", "in its own backward pass"])
 def test_a_plain_step_that_one_rank_leaves_out(where: str, how: str, ranks: Ranks, seed: int) -> None:
     """Its peers hear of it once, and leave it out too: their next one is its next one."""
     (waited, w), (failed, w_1) = ranks(2).run(_plain, seed, where, how)

@@ -17,7 +17,7 @@ from ltx import hooks, optim
 from ltx.errors import StrategyError, UnsupportedError
 from tests.inside import QAdam
 from tests.kinds import Ranks
-from tests.train_on import said, trained
+from tests.train_on import on_ranks, said, trained
 
 ADAM = {"lr": 0.01, "betas": (0.8, 0.99), "weight_decay": 0.1}
 NEVER = QAdam(warmup_steps=100, betas=ADAM["betas"])
@@ -129,6 +129,7 @@ def weighted(w: Tensor, x: Tensor) -> ltx.Weighted:
     return ltx.Weighted((w * x).square().sum(), torch.tensor(float(len(x))))
 
 
+@on_ranks(2, alone=True)
 def test_weighted_losses_are_refused_once_momenta_travel() -> None:
     """What is divided by the sum of the weights, after the reduction, wouldn't be a gradient."""
     train = ltx.train_step(ltx.data_parallel(weighted, QAdam(warmup_steps=1)), optim.qadam(warmup_steps=1))
@@ -139,10 +140,6 @@ def test_weighted_losses_are_refused_once_momenta_travel() -> None:
             UnsupportedError, match=re.escape("divide by the weights, which MeanMomentum(beta1=0.9) doesn't offer")
         ):
             run(state, x)
-
-
-def test_weighted_losses_are_refused_between_processes(ranks: Ranks) -> None:
-    ranks(2).run(test_weighted_losses_are_refused_once_momenta_travel)
 
 
 def test_hooks_that_dont_fit() -> None:

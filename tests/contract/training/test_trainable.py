@@ -165,21 +165,6 @@ def test_tied_leaves_are_refused_by_name_and_kept_by_one_name() -> None:
     torch.testing.assert_close(state.params["embedding.weight"], net.head.weight.detach())
 
 
-@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
-@pytest.mark.parametrize("way", ["module", "dict"])
-def test_hooks_of_parameters_are_refused(way: str, hook: str) -> None:
-    """Where the module's author masks a gradient, a step that doesn't would train what mustn't be trained."""
-    net = Tied()
-    handle = getattr(net.embedding.weight, hook)(lambda x: None)
-    train = ltx.train_step(ltx.data_parallel(loss_of(net)), sgd(lr=0.1))
-    with pytest.raises(
-        TreeError, match=r"leaf 'embedding\.weight' has hooks \(register_hook\).* the gradients that you get"
-    ):
-        train.init(net if way == "module" else dict(net.named_parameters()))
-    handle.remove()
-    train.init(net)
-
-
 def test_to_module_refuses_another_model() -> None:
     with pytest.raises(TreeError, match="the state has 'x', and Linear has no parameter or buffer of that name"):
         ltx.to_module(torch.nn.Linear(2, 2), {"x": torch.ones(2)})

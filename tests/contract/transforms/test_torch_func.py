@@ -222,30 +222,6 @@ def test_they_are_torch_funcs_to_the_bit(strategy: ltx.Strategy, case: Case, see
             assert state.step == state.checked_step() == number + 1
 
 
-def test_a_failure_in_the_backward_pass_of_one_rank_is_told_to_the_other(ranks: Ranks) -> None:
-    def failing() -> list[str]:
-        def loss(p: dict[str, Tensor], x: Tensor, fails: bool) -> Tensor:
-            h = (p["a"] * x).sum()
-            if fails:
-                h.register_hook(lambda grad: 1 // 0)
-            return h + p["b"].sum()
-
-        step = ltx.data_parallel(loss, ltx.DDPStrategy(bucket_bytes=4, first_bucket_bytes=4))
-        params, x = {"a": torch.ones(3), "b": torch.ones(2)}, torch.arange(3.0) + int(ltx.axis_index())
-        told = []
-        for fails in (False, int(ltx.axis_index()) == 1, False):
-            try:
-                told.append(str(ltx.grad(step)(params, x, fails)["a"].tolist()))
-            except (ZeroDivisionError, ltx.errors.LtxError) as error:
-                told.append(type(error).__name__)
-                ltx.init()
-        return told
-
-    good = "[0.5, 1.5, 2.5]"
-    told = ranks(2).run(failing)
-    assert list(told) == [[good, "DeadlockDetectedError", good], [good, "ZeroDivisionError", good]]
-
-
 @on_ranks(2)
 def test_what_is_differentiated_besides_keeps_its_gradient() -> None:
     """Arguments that require gradients, a level of torch.func around, tangents: torch.func's way."""
