@@ -88,8 +88,8 @@ NAMES: dict[str, dict[str, str]] = {
         "DDPStrategy": STEP + "test_fifty_steps_are_those_of_ddp",
         **shared("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
         "ddp_comm_state": "contract/hooks/test_from_torch.py::test_power_sgd_as_under_ddp",
-        "ddp_comm_hook": "contract/strategies/test_ddp.py::test_wrappers",
-        "ddp_comm_wrapper": "contract/strategies/test_ddp.py::test_wrappers",
+        "ddp_comm_hook": "contract/strategies/test_values.py::test_wrappers",
+        "ddp_comm_wrapper": "contract/strategies/test_values.py::test_wrappers",
         "model_averaging_period": (
             "contract/strategies/test_local_sgd.py::test_local_steps_send_nothing_and_periods_send_the_parameters_once "
             + DONE
@@ -115,7 +115,7 @@ NAMES: dict[str, dict[str, str]] = {
             "internal/world/test_init.py::test_second_call_with_other_arguments_says_which"
         ),
         "register_ddp_comm_hook(model, ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper)": (
-            "contract/strategies/test_ddp.py::test_wrappers"
+            "contract/strategies/test_values.py::test_wrappers"
         ),
         "sync_ddp(result, group, reduce_op)": REDUCED,
         "sync_ddp_if_available": ALONE,

@@ -7,7 +7,7 @@ MUTANTS = (
         "strategies: a plain step gets a rank's part of the gradients -> "
         "ltx.grad with ZeroStrategy gives zeros for the parameters that other ranks update",
         At("hook_of_plain", 'return EXACT if strategy.layout.opt_state == "sharded" else strategy', "return strategy"),
-        "tests/contract/strategies/test_plain_steps.py",
+        "tests/contract/strategies/test_gradients.py",
     ),
     Mutant(
         "strategies: outer momentum without Nesterov -> the outer step uses the velocity of the step before",

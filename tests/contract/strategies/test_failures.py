@@ -1,7 +1,10 @@
-"""A rank that fails in a step whose ranks exchange parameters: peers are told, and nobody's state is lost."""
+"""A rank that fails in a step whose ranks exchange parameters, and one that is slow: nobody's state is lost."""
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,9 +13,11 @@ from torch import Tensor
 
 import ltx
 from ltx.errors import CallFailedError, DeadlockDetectedError
+from tests import forks
 from tests.contract.strategies.test_protocol import Gossip, LocalSGD, problem, trainer
 from tests.inside import AsyncAveraging
-from tests.kinds import OnNewAxis, Ranks
+from tests.kinds import OnNewAxis, Ranks, Started
+from tests.small import make, mean_loss, values
 from tests.train_on import said
 
 
@@ -208,3 +213,55 @@ def test_two_trainings_by_the_clock_are_refused_beside_each_other(on_new_axis: O
 @pytest.mark.parametrize(("again", "value"), [("mean", 1000.0), ("async", 1.0)])
 def test_rounds_of_a_dropped_state_count_for_nothing(again: str, value: float, on_new_axis: OnNewAxis) -> None:
     assert [*on_new_axis(lambda: rounds_apart(again))] == [[value] * 3] * 2
+
+
+SIZE, STEPS, SLOW_FROM = 3, 16, 5
+
+#: Strategies, and the number of steps after which the others wait for one that has stopped after SLOW_FROM.
+BOUNDED = {
+    "local SGD": (ltx.LocalSGDStrategy(period=8), 8),
+    "DiLoCo": (ltx.DiLoCoStrategy(period=8), 7),
+    "DiLoCo, sent ahead": (ltx.DiLoCoStrategy(period=8, fragment_sync_delay=2), 7),
+    "async averaging": (AsyncAveraging(schedule=(8, 4)), 12),
+}
+
+
+def training(strategy: ltx.Strategy, slow: bool) -> Callable[[Callable[[Any], None]], Any]:
+    """A rank of it; tells each step that is done, and with `slow` rank 1 stops itself on the way."""
+
+    def body(tell: Callable[[Any], None]) -> Any:
+        train, state = make(strategy, mean_loss)
+        rank = ltx.world().rank
+        for step in range(STEPS):
+            if slow and rank == 1 and step == SLOW_FROM:
+                tell("stops")
+                os.kill(os.getpid(), signal.SIGSTOP)
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+            state, _ = train(state, x, x.sin().sum(1))
+            tell(state.step)
+        return values(train.finish(state))
+
+    return body
+
+
+def last_of(world: forks.Ranks, rank: int) -> Any:
+    while isinstance(told := world.told(rank), int):
+        pass
+    return told
+
+
+@pytest.mark.full
+@pytest.mark.covering(1, of=lambda **_: ())
+@pytest.mark.parametrize("name", BOUNDED)
+def test_the_others_go_on_to_the_bound(name: str, started: Started) -> None:
+    strategy, bound = BOUNDED[name]
+    calm = started(SIZE, training(strategy, slow=False))
+    expected = [last_of(calm, rank) for rank in range(SIZE)]
+    world = started(SIZE, training(strategy, slow=True), heartbeat_s=60)
+    assert last_of(world, 1) == "stops"
+    for rank in (0, 2):
+        assert [world.told(rank) for _ in range(bound)] == list(range(1, bound + 1))
+        assert not world.lines[rank].poll(0.3), f"rank {rank} went past a step that needs the stopped one"
+    os.kill(world.processes[1].pid, signal.SIGCONT)
+    for rank in range(SIZE):
+        assert last_of(world, rank) == expected[rank]
