@@ -12,7 +12,7 @@ from torch import Tensor
 
 import ltx
 from ltx.errors import UnsupportedError
-from tests.kinds import Ranks
+from tests.kinds import OnNewAxis, Ranks
 from tests.train_on import refuses
 
 
@@ -36,7 +36,7 @@ def test_nan_on_one_rank_is_nan_on_all(ranks: Ranks, whose: int, dtype: torch.dt
 
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_nan_over_sockets(on_new_axis: Callable[..., Any], dtype: torch.dtype) -> None:
+def test_nan_over_sockets(on_new_axis: OnNewAxis, dtype: torch.dtype) -> None:
     """gloo keeps or drops it by the order in which it meets it."""
     xs = torch.tensor([[torch.nan, 1.0, torch.inf], [2.0, torch.nan, -torch.inf]]).to(dtype)
     found = on_new_axis(lambda: (*_both(xs[ltx.axis_index()]), *_both(xs[:0])), sockets=True).replicated()

@@ -16,7 +16,7 @@ import ltx
 from ltx.errors import AxisError, RankMismatchError
 from ltx.extend import inner
 from tests import inside
-from tests.kinds import Ranks
+from tests.kinds import OnNewAxis, Ranks
 from tests.train_on import refuses, said
 
 Groups = list[list[int]]
@@ -164,7 +164,7 @@ def test_groups_that_differ_between_ranks(ranks: Ranks) -> None:
     assert "rank 0: axis_index_groups=[[0], [1, 2, 3]]; ranks 1, 2, 3: axis_index_groups=[[0, 1, 2], [3]]" in text
 
 
-def test_one_rank_calls_something_else(on_new_axis: Callable[..., Any]) -> None:
+def test_one_rank_calls_something_else(on_new_axis: OnNewAxis) -> None:
     """Also where the groups are known already."""
 
     def run() -> list[str]:

@@ -48,7 +48,7 @@ WANT = {
 }
 
 
-def test_on_processes(ranks: Callable[[int], Any]) -> None:
+def test_on_processes(ranks: Ranks) -> None:
     assert ranks(2).run(lambda: called(ltx.world().rank)).replicated() == WANT
 
 
@@ -61,14 +61,14 @@ def test_alone_and_simulated() -> None:
     assert ltx.vmap(lambda x: x * ltx.pmax(3))(torch.ones(2)).tolist() == [3.0, 3.0]
 
 
-def test_compiled(ranks: Callable[[int], Any]) -> None:
+def test_compiled(ranks: Ranks) -> None:
     def run() -> Any:
         return torch.compile(lambda x: x * ltx.psum(1), backend="aot_eager", fullgraph=True)(torch.ones(2)).tolist()
 
     assert ranks(2).run(run).replicated() == [2.0, 2.0]
 
 
-def test_arrays_however_they_lie_in_memory(ranks: Callable[[int], Any]) -> None:
+def test_arrays_however_they_lie_in_memory(ranks: Ranks) -> None:
 
     def run() -> Any:
         plain = numpy.arange(6.0, dtype="f4").reshape(2, 3)
@@ -91,7 +91,7 @@ def test_arrays_however_they_lie_in_memory(ranks: Callable[[int], Any]) -> None:
         refuses(TreeError, text, ltx.psum, {"x": array})
 
 
-def test_arrays_are_what_tensors_are(ranks: Callable[[int], Any], seed: int) -> None:
+def test_arrays_are_what_tensors_are(ranks: Ranks, seed: int) -> None:
     """Also where a collective does something to its argument ahead of what all of them do."""
     x = torch.randint(0, 9, (2, 2, 2))
 
@@ -109,7 +109,7 @@ def test_arrays_are_what_tensors_are(ranks: Callable[[int], Any], seed: int) -> 
             assert torch.equal(found, want)
 
 
-def test_weighted_means_of_numbers(ranks: Callable[[int], Any]) -> None:
+def test_weighted_means_of_numbers(ranks: Ranks) -> None:
     def run() -> Any:
         rank = int(ltx.axis_index())
         return ltx.weighted_mean({"accuracy": 0.5 + rank, "hits": 2 * rank}, 1 + rank)

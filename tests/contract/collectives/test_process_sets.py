@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import re
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,10 +15,11 @@ import ltx
 from ltx.errors import AxisError
 from tests import inside
 from tests.forks import open_now, settles
+from tests.kinds import Ranks
 from tests.train_on import on_ranks, refuses, said
 
 
-def test_a_set_of_ranks(ranks: Callable[[int], Any], seed: int) -> None:
+def test_a_set_of_ranks(ranks: Ranks, seed: int) -> None:
     def run() -> Any:
         rank = ltx.world().rank
         mine = [0, 2] if rank != 1 else [1]
@@ -31,7 +31,7 @@ def test_a_set_of_ranks(ranks: Callable[[int], Any], seed: int) -> None:
     assert list(ranks(3).run(run)) == [(2, 2, 2, 2.0, 3), (1, 1, 1, 2.0, 3), (2, 2, 2, 2.0, 3)]
 
 
-def test_ranks_in_another_order(ranks: Callable[[int], Any]) -> None:
+def test_ranks_in_another_order(ranks: Ranks) -> None:
     def run() -> Any:
         with ltx.axis_from_group([1, 0]) as axis:
             return ltx.axis_index(axis).item(), ltx.all_gather(torch.tensor(ltx.world().rank), axis).tolist()
@@ -60,7 +60,7 @@ def test_what_is_closed_leaves_no_threads_and_files() -> None:
     assert again == 2.0
 
 
-def test_what_is_closed_says_so(ranks: Callable[[int], Any]) -> None:
+def test_what_is_closed_says_so(ranks: Ranks) -> None:
     def run() -> list[str]:
         group = dist.new_group([0, 1])
         texts = []
@@ -90,11 +90,11 @@ def test_what_is_closed_says_so(ranks: Callable[[int], Any]) -> None:
         ("01", "takes a torch.distributed process group or ranks, and a name, got '01' and None"),
     ],
 )
-def test_what_is_no_set(ranks: Callable[[int], Any], group: Any, text: str) -> None:
+def test_what_is_no_set(ranks: Ranks, group: Any, text: str) -> None:
     assert text in ranks(2).run(said, AxisError, ltx.axis_from_group, group).replicated()
 
 
-def test_only_members_may_call(ranks: Callable[[int], Any]) -> None:
+def test_only_members_may_call(ranks: Ranks) -> None:
     def run() -> str:
         try:
             with ltx.axis_from_group([0], "mine") as axis:
@@ -131,7 +131,7 @@ def test_a_group_by_two_names() -> None:
     assert (sums, left, threading.active_count() <= threads) == ([0.0, 2.0, 4.0, 6.0, 8.0, 10.0], [], True)
 
 
-def test_the_worlds_axis_by_its_name_stays_open(ranks: Callable[[int], Any]) -> None:
+def test_the_worlds_axis_by_its_name_stays_open(ranks: Ranks) -> None:
     def run() -> Any:
         (world,) = inside.axes_in_scope()
         with ltx.axis_from_group(dist.group.WORLD, world.name) as axis:

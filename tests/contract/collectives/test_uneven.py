@@ -12,7 +12,7 @@ from torch import Tensor
 import ltx
 from ltx.errors import AxisError, RankMismatchError
 from tests import inside
-from tests.kinds import Ranks
+from tests.kinds import OnNewAxis, Ranks
 from tests.train_on import mine, on_ranks, said
 
 SHAPES: dict[str, list[tuple[int, ...]]] = {
@@ -161,7 +161,7 @@ def test_arguments(call: Callable[[Tensor], Any], message: str) -> None:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("op", ["all_gather", "psum_scatter"])
 @pytest.mark.parametrize("known", [False, True])
-def test_splits_that_differ_between_ranks(on_new_axis: Callable[..., Any], op: str, known: bool) -> None:
+def test_splits_that_differ_between_ranks(on_new_axis: OnNewAxis, op: str, known: bool) -> None:
     """Padded to the same length they would pair, and rank 1 would take padding for data."""
     calls = {
         "all_gather": lambda rank, splits: ltx.all_gather(torch.ones(splits[rank]), tiled=True, splits=splits),
@@ -204,7 +204,7 @@ MISFITS: dict[str, tuple[Callable[[int, tuple[int, ...]], Any], int, str]] = {
 @pytest.mark.full(but=2)
 @pytest.mark.parametrize("op", MISFITS)
 @pytest.mark.parametrize("known", [False, True])
-def test_a_tensor_that_does_not_fit_raises_on_all_ranks(on_new_axis: Callable[..., Any], op: str, known: bool) -> None:
+def test_a_tensor_that_does_not_fit_raises_on_all_ranks(on_new_axis: OnNewAxis, op: str, known: bool) -> None:
     """At once, and the same error; also if the peers have met these splits before and don't ask again."""
     call, wrong, problem = MISFITS[op]
     right = 3 if op == "all_gather" else 6
@@ -381,7 +381,7 @@ def test_inferred_alone_and_simulated(seed: int) -> None:
         torch.compile(lambda x: ltx.all_gather(x, tiled=True, splits="infer"), fullgraph=True, backend="eager")(x)
 
 
-def test_only_some_ranks_infer(on_new_axis: Callable[..., Any]) -> None:
+def test_only_some_ranks_infer(on_new_axis: OnNewAxis) -> None:
     """Whichever has seen what before: an error on all ranks, never a hang."""
 
     def run() -> list[str]:
@@ -399,7 +399,7 @@ def test_only_some_ranks_infer(on_new_axis: Callable[..., Any]) -> None:
     assert 'rank 1: all_gather(splits="infer")' in first[2]
 
 
-def test_both_known(on_new_axis: Callable[..., Any]) -> None:
+def test_both_known(on_new_axis: OnNewAxis) -> None:
     def run() -> str:
         x = torch.ones(3)
         ltx.all_gather(x, tiled=True, splits="infer")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import ltx
+from tests.kinds import OnNewAxis, Ranks
 from tests.train_on import said
 
 # Torch tells that it has few operators for complex32 and bcomplex32; ltx needs none.
@@ -109,9 +110,7 @@ def on_one_rank(tensors: dict[torch.dtype, Tensor]) -> dict[tuple[str, torch.dty
 
 
 @pytest.fixture(scope="module")
-def by_backing(
-    ranks: Callable[[int], Any], on_new_axis: Callable[..., Any]
-) -> Callable[[str], list[dict[tuple[str, Any], Any]]]:
+def by_backing(ranks: Ranks, on_new_axis: OnNewAxis) -> Callable[[str], list[dict[tuple[str, Any], Any]]]:
     tensors = {dtype: given(dtype) for dtype in PLAIN}
     ones = {dtype: x[:1] for dtype, x in tensors.items()}
     run: dict[str, Callable[[], Any]] = {
@@ -186,7 +185,7 @@ def test_compiled_calls_are_refused_as_eager_ones_are(name: str, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", [*UNSIGNED, torch.float8_e4m3fn, torch.float8_e5m2, torch.bits8, torch.uint4])
-def test_pools_carry_every_dtype(dtype: torch.dtype, ranks: Callable[[int], Any]) -> None:
+def test_pools_carry_every_dtype(dtype: torch.dtype, ranks: Ranks) -> None:
     x = given(dtype)[0].t()
     for y, moved in ranks(2).run(lambda x: (x, bytes_of(x)), x):
         assert y.dtype == dtype
@@ -194,7 +193,7 @@ def test_pools_carry_every_dtype(dtype: torch.dtype, ranks: Callable[[int], Any]
         assert torch.equal(bytes_of(y), bytes_of(x))
 
 
-def test_int16_in_a_compiled_graph(ranks: Callable[[int], Any]) -> None:
+def test_int16_in_a_compiled_graph(ranks: Ranks) -> None:
     """Neither gloo nor NCCL knows it."""
     names, xs = ("psum", "all_gather"), given(torch.int16)
 

@@ -15,6 +15,7 @@ import ltx
 from ltx.errors import LtxError, OptimError
 from ltx.optim import Optimizer, apply_updates, from_functions, from_torch
 from tests.contract.optim.cases import FUSED_CASES, Case, same_bits
+from tests.kinds import Ranks
 from tests.train_on import refuses, trained
 
 
@@ -64,9 +65,7 @@ BY_THE_LAST = from_functions(
 @pytest.mark.parametrize(
     "optimizer", [PULLED, BY_THE_LAST, ltx.optim.chain(ltx.optim.clip_by_global_norm(9.0), PULLED)]
 )
-def test_a_state_that_is_the_parameters(
-    optimizer: Optimizer, strategy: ltx.Strategy, ranks: Callable[[int], ltx.Pool]
-) -> None:
+def test_a_state_that_is_the_parameters(optimizer: Optimizer, strategy: ltx.Strategy, ranks: Ranks) -> None:
     """A step with donate=True writes to them, and the state keeps what they were, as without."""
 
     def run() -> list[Tensor]:
@@ -149,7 +148,7 @@ def _torchopts_sgd(lr: float) -> Transformation:
     return Transformation(lambda params: (), update)
 
 
-def test_torchopts_signature(ranks: Callable[[int], ltx.Pool]) -> None:
+def test_torchopts_signature(ranks: Ranks) -> None:
     optimizer = from_functions(*_torchopts_sgd(0.5))
     params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
     updated, _ = optimizer.apply(grads, optimizer.init(params), params)

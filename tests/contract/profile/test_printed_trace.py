@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -128,7 +127,7 @@ def compared() -> Any:
     return [(row.name, row.step_s) for row in found], {row.name: row.sent for row in found}, str(found)
 
 
-def test_steps_in_turns(ranks: Callable[[int], ltx.Pool]) -> None:
+def test_steps_in_turns(ranks: Ranks) -> None:
     (rows, sent, text), (others, *_) = ranks(2).run(compared)
     assert rows == others
     assert [step_s for _, step_s in rows] == sorted(step_s for _, step_s in rows)

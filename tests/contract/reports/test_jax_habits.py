@@ -12,6 +12,7 @@ from torch import Tensor
 
 import ltx
 from ltx.errors import ArgumentError, LtxError
+from tests.kinds import Ranks
 from tests.train_on import refuses
 from tests.twins.training import sgd
 
@@ -74,7 +75,7 @@ CALLS: dict[str, tuple[Callable[[Tensor], Any], str, Callable[[Tensor], Any]]] =
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_of_jax_name_the_call_to_write(name: str, ranks: Callable[[int], ltx.Pool]) -> None:
+def test_calls_of_jax_name_the_call_to_write(name: str, ranks: Ranks) -> None:
     wrong, text, right = CALLS[name]
     refuses(LtxError, text, ltx.vmap(wrong), X)
     expected = ltx.vmap(right)(X)

@@ -19,10 +19,11 @@ from torch.autograd import forward_ad
 from torch.func import grad, jvp, vmap
 
 import ltx
-from ltx import Pool, hooks
+from ltx import hooks
 from tests.contract.conformance.table import OPS, Fn, Op, bend, draw, wide
 from tests.contract.hooks.table import HOOKS
 from tests.covering import some
+from tests.kinds import Ranks
 
 WORDS = ["".join(letters) for length in (1, 2, 3, 4) for letters in product("FR", repeat=length)]
 #: The fast suite's: every pair of letters, and forward mode three times.
@@ -87,9 +88,7 @@ def words_of(request: pytest.FixtureRequest) -> list[str]:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("backing", ["processes", "simulated", "alone"])
 @pytest.mark.parametrize("name", some(ROWS, *FAST))
-def test_every_word(
-    name: str, backing: str, seed: int, ranks: Callable[[int], Pool], request: pytest.FixtureRequest
-) -> None:
+def test_every_word(name: str, backing: str, seed: int, ranks: Ranks, request: Any) -> None:
     op, words = ROWS[name], words_of(request)
     xs, ts = draw(op, 1 if backing == "alone" else 2, seed)
     expected = torch.stack([of_all(word, lambda xs: vmap(bend)(op.outputs(curved(xs))), xs, ts) for word in words], 1)
@@ -133,9 +132,7 @@ def along_a_line(words: list[str], name: str, params: list[Tensor], directions: 
 
 @pytest.mark.parametrize("backing", ["simulated", "processes"])
 @pytest.mark.parametrize("name", [*some(EACH_HOOK, *SEVERE)])
-def test_every_hook_counts_as_the_mean(
-    name: str, backing: str, seed: int, ranks: Callable[[int], Pool], request: pytest.FixtureRequest
-) -> None:
+def test_every_hook_counts_as_the_mean(name: str, backing: str, seed: int, ranks: Ranks, request: Any) -> None:
     words = [word for word in BEYOND if word in [*words_of(request), "RFR"]]
     if request.config.getoption("--full") and name in SEVERE:
         words = BEYOND
@@ -167,7 +164,7 @@ def test_what_a_gradient_is_made_of_stays_reduced_by_the_hook(seed: int) -> None
 
 
 @pytest.mark.parametrize("word", ["RF", "RFF", "FRF", "RR"])
-def test_tangents_that_reach_no_parameter_on_one_rank(word: str, seed: int, ranks: Callable[[int], Pool]) -> None:
+def test_tangents_that_reach_no_parameter_on_one_rank(word: str, seed: int, ranks: Ranks) -> None:
     """A loss that is linear on rank 1 leaves nothing there to differentiate again, and the ranks don't part."""
     params, directions = ([torch.randn(n, dtype=torch.float64) for n in (2, 3)] for _ in range(2))
 
@@ -207,7 +204,7 @@ def in_a_dual_level(loss: Callable[[list[Tensor], Tensor], Tensor], params: list
 
 
 @pytest.mark.parametrize("bucket_bytes", [8, 2**20])
-def test_plain_backward_passes_with_dual_numbers(bucket_bytes: int, seed: int, ranks: Callable[[int], Pool]) -> None:
+def test_plain_backward_passes_with_dual_numbers(bucket_bytes: int, seed: int, ranks: Ranks) -> None:
     params = [torch.randn(5, 3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)]
     xs = torch.randn(2, 4, 5, dtype=torch.float64)
     step = ltx.data_parallel(model_loss, ltx.DDPStrategy(bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes))

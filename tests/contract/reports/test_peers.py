@@ -101,7 +101,7 @@ class OnOneRankAlone:
 
 
 @pytest.mark.parametrize("gathered", [True, False])
-def test_what_one_rank_cannot_unpickle_is_an_error_of_all(gathered: bool, ranks: Callable[[int], ltx.Pool]) -> None:
+def test_what_one_rank_cannot_unpickle_is_an_error_of_all(gathered: bool, ranks: Ranks) -> None:
     """One rank raised a bare KeyError, and the others went on."""
 
     def on_a_rank() -> tuple[str, float]:

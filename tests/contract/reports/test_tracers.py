@@ -19,7 +19,7 @@ import ltx
 from ltx.errors import TreeError, UnsupportedError
 from tests.contract.conformance.table import OPS, Op, component, components, draw, loss, total
 from tests.covering import some
-from tests.kinds import Ranks
+from tests.kinds import OnNewAxis, Ranks
 from tests.train_on import refuses, said
 
 ROWS = {op.name: op for op in OPS if not op.rounding}
@@ -67,9 +67,7 @@ def linearized(name: str, kinds: list[str], xs: Tensor, ts: Tensor) -> list[tupl
         if name in FAST or backing != "sockets"  # what is recorded is the same on both
     ],
 )
-def test_linearize(
-    name: str, backing: str, seed: int, ranks: Ranks, on_new_axis: Callable[..., Any], request: pytest.FixtureRequest
-) -> None:
+def test_linearize(name: str, backing: str, seed: int, ranks: Ranks, on_new_axis: OnNewAxis, request: Any) -> None:
     xs, ts = draw(ROWS[name], 1 if backing == "alone" else 2, seed)
     # Graphs of second derivatives are recorded of all operations below.
     kinds = ["value", "gradient", "second"][: 3 if request.config.getoption("--full") and name in FAST else 2]

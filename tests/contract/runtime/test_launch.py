@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,9 +16,9 @@ import pytest
 import torch
 
 import ltx
-from ltx import Pool
 from ltx.errors import ArgumentError, CallFailedError, CallInterruptedError, CallTimeoutError, WorkerError
 from tests.covering import some
+from tests.kinds import Ranks
 from tests.train_on import refuses, said
 
 ROOT = Path(__file__).parents[3]
@@ -124,7 +123,7 @@ def test_nothing_is_left() -> None:
 
 
 @pytest.mark.full
-def test_forks_are_refused_where_they_would_share_connections(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
+def test_forks_are_refused_where_they_would_share_connections(ranks: Ranks, tmp_path: Path) -> None:
     script = (
         "import torch.distributed as dist, ltx\n"
         f"dist.init_process_group('gloo', store=dist.FileStore('{tmp_path}/store', 1), rank=0, world_size=1)\n"
@@ -142,7 +141,7 @@ def test_forks_are_refused_after_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     refuses(WorkerError, "CUDA is initialised in this process", ltx.launch, print, 2, start_method="fork")
 
 
-def test_arguments_that_are_none_of_it(ranks: Callable[[int], Pool]) -> None:
+def test_arguments_that_are_none_of_it(ranks: Ranks) -> None:
     with pytest.raises(WorkerError, match=r"start_method must be one of 'popen', 'spawn', 'fork', 'forkserver'"):
         ltx.launch(print, 2, start_method="thread")  # type: ignore[arg-type]
     with pytest.raises(

@@ -16,7 +16,7 @@ from torch import Tensor
 import ltx
 from ltx.errors import InvalidStateError, PeerLostError
 from tests.forks import SILENT_S
-from tests.kinds import Started
+from tests.kinds import Ranks, Started
 from tests.train_on import refuses
 
 SIZE, LAST_WHOLE, SIDE = 3, 4, 40
@@ -111,9 +111,7 @@ def test_peers_of_a_stopped_one_hold_the_last_whole_step(sockets: bool, started:
 
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("donate", [True, False])
-def test_a_failure_between_two_buckets_leaves_no_state_that_is_neither(
-    donate: bool, ranks: Callable[[int], ltx.Pool]
-) -> None:
+def test_a_failure_between_two_buckets_leaves_no_state_that_is_neither(donate: bool, ranks: Ranks) -> None:
     def on_a_rank() -> tuple[bool, str]:
         sgd = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
         step = ltx.data_parallel(lambda p: sum(w.sum() for w in p.values()), STRATEGY)
