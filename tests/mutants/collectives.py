@@ -54,7 +54,7 @@ MUTANTS = (
     Mutant(
         "collectives: a NaN on one rank isn't seen -> pmin drops NaN over sockets, and pmax those with a sign",
         At("_nans", "return int(1 / torch.finfo(dtype).eps) - 1", "return 0"),
-        "tests/contract/collectives/test_extremum.py::test_nan_over_sockets",
+        "tests/contract/collectives/test_reduce.py::test_nan_over_sockets",
     ),
     Mutant(
         "collectives: weighted_mean divides by n -> "
@@ -135,12 +135,12 @@ MUTANTS = (
     Mutant(
         "containers: an order of keys is lost -> a mapping comes back with its keys sorted",
         At("_mapping_whole", "items = {key: values[key] for key in rest.order}", "items = dict(values)"),
-        "tests/contract/base/test_containers.py",
+        "tests/contract/base/test_tree.py",
     ),
     Mutant(
         "containers: tensors behind attributes aren't seen -> an object that holds tensors passes for a constant",
         At("_inside", 'yield from list(getattr(node, "__dict__", {}).values())', ""),
-        "tests/contract/base/test_containers.py",
+        "tests/contract/base/test_tree.py",
     ),
     Mutant(
         "tree: the order of arrival is that of the keys -> buckets are ready in another order than they are sent",

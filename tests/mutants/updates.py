@@ -208,7 +208,7 @@ MUTANTS = (
         "vmap: ranks' numbers of samples aren't compared -> "
         "per-sample gradients of unequal numbers are wrong, or wait for ever",
         At("Pending.launch", "if program.samples:", "if False:"),
-        "tests/contract/transforms/test_samples.py",
+        "tests/contract/transforms/test_torch_func.py::test_unequal_numbers_of_samples_are_refused",
     ),
     Mutant(
         "passes: an enclosing run of the engine is taken for one that was left -> "

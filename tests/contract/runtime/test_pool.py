@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import re
 import resource
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 import ltx
-from ltx import Pool, init, shutdown, world
-from ltx.errors import CallFailedError, WorkerError
+from ltx import PerRank, Pool, init, shutdown, world
+from ltx.errors import CallFailedError, LtxError, ReplicaDivergedError, TreeError, WorkerError
 from tests.kinds import Ranks
 from tests.train_on import refuses, said
 
@@ -268,3 +273,192 @@ def test_open_use_close() -> None:
         WorkerError, match=r"this <ltx\.Pool of 1: closed> can't run getpid\. Make a new one: ltx\.Pool\(1\)"
     ):
         pool.run(os.getpid)
+
+
+def test_it_is_a_sequence() -> None:
+    results = PerRank(["a", "b", "c"])
+    assert len(results) == 3
+    assert list(results) == ["a", "b", "c"]
+    assert results[-1] == "c"
+    assert results[:2] == ("a", "b")
+    assert results.rank(1) == "b"
+    assert repr(results) == "PerRank(rank 0: 'a', rank 1: 'b', rank 2: 'c')"
+    refuses(IndexError, "rank 3: expected one of the ranks 0 to 2", results.rank, 3)
+    refuses(IndexError, "rank -1: expected", results.rank, -1)
+
+
+def test_stack(seed: int) -> None:
+    values: list[dict[str, Any]] = [{"w": torch.randn(2, 3), "loss": 0.5 + rank, "n": [rank]} for rank in range(4)]
+    stacked = PerRank(values).stack()
+    assert stacked["w"].shape == (4, 2, 3)
+    assert torch.equal(stacked["w"][2], values[2]["w"])
+    assert stacked["loss"].tolist() == [0.5, 1.5, 2.5, 3.5]
+    assert stacked["n"][0].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([{"a": 1}, {"b": 1}], "rank 1 returned a tree of another structure than rank 0"),
+        ([{"w": torch.ones(30, 30)}, {"b": 1}], r"expected <dict of 1 leaf>, got \{'b': 1\}; 'w' is only in one\."),
+        ([[1.0], ["x"]], "leaf '0' on rank 1 is of type str: expected a tensor or a number"),
+        ([{"a": None}] * 2, "leaf 'a' on rank 0 is of type NoneType"),
+        (
+            [torch.ones(2), torch.ones(3)],
+            r"the value itself can't be stacked: rank 0 has float32\[2\], rank 1 has float32\[3\]",
+        ),
+        ([torch.ones(2), torch.ones(2).int()], r"rank 1 has int32\[2\]"),
+    ],
+)
+def test_what_cannot_be_stacked(values: list[Any], text: str) -> None:
+    refuses(TreeError, text, PerRank(values).stack)
+
+
+SAME: dict[str, Callable[[], Any]] = {
+    "tensor": lambda: torch.arange(6.0).reshape(2, 3),
+    "0-dim": lambda: torch.tensor(1.5),
+    "empty": lambda: torch.ones(0, 3),
+    "nan": lambda: {"x": torch.tensor([math.nan, 1.0]), "y": math.nan},
+    "bool": lambda: torch.tensor([True, False]),
+    "bfloat16": lambda: torch.ones(3, dtype=torch.bfloat16),
+    "complex": lambda: torch.tensor([1 + 2j, 3j]).conj(),
+    "transposed": lambda: torch.arange(6.0).reshape(2, 3).T,
+    "one of a row": lambda: torch.arange(6.0)[::2][:1],
+    "grad": lambda: torch.ones(2, requires_grad=True),
+    "others": lambda: ["text", 3, None, (), {"a": 2.0}],
+    "array": lambda: {"a": np.arange(3)},
+}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_replicated(case: str) -> None:
+    first, second = SAME[case](), SAME[case]()
+    assert PerRank([first, second]).replicated() is first
+
+
+DIFFERENT = {
+    "value": (
+        torch.zeros(4),
+        torch.tensor([0.0, 0, 0.25, 1]),
+        r"rank 1 differs from rank 0 in 2 of 4 elements of float32\[4\], by 1 at",
+    ),
+    "sign of zero": (torch.tensor([0.0]), torch.tensor([-0.0]), r"in 1 of 1 elements of float32\[1\], by 0 at most"),
+    "last bit": (torch.tensor(1.0), torch.tensor(1.0).nextafter(torch.tensor(2.0)), r"by 1.19e-07 at most"),
+    "nan": (torch.tensor([1.0]), torch.tensor([math.nan]), "by nan at most"),
+    "bool": (torch.tensor([True]), torch.tensor([False]), "in 1 of 1 elements"),
+    "complex": (torch.tensor([1j]), torch.tensor([2j]), "by 1 at most"),
+    "dtype": (torch.ones(2), torch.ones(2).double(), r"rank 0 has float32\[2\], rank 1 has float64\[2\]"),
+    "shape": (torch.ones(2), torch.ones(3), r"rank 0 has float32\[2\], rank 1 has float32\[3\]"),
+    "number": (1, 2, "rank 0 has 1, rank 1 has 2"),
+    "type": (1, True, "rank 0 has 1, rank 1 has True"),
+    "array": (np.arange(2), np.arange(1, 3), "rank 0 has array"),
+    "tensor or not": (1.0, torch.tensor(1.0), r"rank 0 has 1.0, rank 1 has tensor\(1.\)"),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_divergence_is_named(case: str) -> None:
+    first, other, text = DIFFERENT[case]
+    with pytest.raises(
+        ReplicaDivergedError, match=r"leaf 'layers.0.w' isn't the same on all 2 ranks: .*" + text
+    ) as caught:
+        PerRank([{"layers": [{"w": first}]}, {"layers": [{"w": other}]}]).replicated()
+    assert isinstance(caught.value, LtxError)
+    assert isinstance(caught.value, RuntimeError)
+
+
+def test_the_rank_that_diverged_is_named() -> None:
+    refuses(ReplicaDivergedError, "rank 0 has 1, rank 2 has 5", PerRank([1, 1, 5, 1]).replicated)
+
+
+NAME = "ltx_edited_while_it_runs"
+
+
+@pytest.fixture
+def edit(tmp_path: Path, ranks: Ranks) -> Iterator[Callable[..., Any]]:
+    """Writes the module, which workers can import, and gives what is called on them: it doesn't travel by value."""
+    folder = str(tmp_path)
+
+    def call() -> list[Any]:
+        import importlib
+        import sys
+
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        return [importlib.import_module(f"{NAME}{end}") for end in ("", "_user")]
+
+    def write(source: str, user: str = "from {} import value\ndef used(): return value()\n") -> Any:
+        (tmp_path / f"{NAME}.py").write_text(source)
+        (tmp_path / f"{NAME}_user.py").write_text(user.format(NAME))
+        return ranks(2).run(lambda: [getattr(m, f)() for m, f in zip(call(), ("value", "used"), strict=True)])
+
+    yield write
+
+    def forget() -> None:
+        import sys
+
+        sys.path[:] = [path for path in sys.path if path != folder]
+        for name in (NAME, f"{NAME}_user"):
+            sys.modules.pop(name, None)
+
+    ranks(2).run(forget)
+    assert NAME not in sys.modules
+
+
+def test_the_new_code_runs(edit: Callable[..., Any]) -> None:
+    """Also where another module has taken a function of it by name; also twice within a second, of equal length."""
+    for value in (1, 2, 3):
+        assert edit(f"def value(): return {value}\n").replicated() == [value, value]
+
+
+def test_of_two_that_were_edited_the_one_that_is_imported_is_read_first(edit: Callable[..., Any]) -> None:
+    """Whatever their order: what the other takes of it, a name that is new or a number, is what it is now."""
+    user = "from {} import number\ndef used(): return number\n"
+    edit("number = 0\ndef value(): return number\n", user)
+    for number in (10, 200):
+        assert (
+            edit(f"number = {number}\ndef value(): return number\n", f"# {number}\n{user}").replicated() == [number] * 2
+        )
+    assert edit("number = new = 3\ndef value(): return new\n", user.replace("number", "new")).replicated() == [3, 3]
+
+
+def test_what_can_not_be_read_is_told_and_mended(edit: Callable[..., Any]) -> None:
+    edit("def value(): return 1\n")
+    with pytest.raises(WorkerError, match=f"the module '{NAME}' was edited since this worker imported it.*SyntaxError"):
+        edit("def value() return 2\n")
+    assert edit("def value(): return 3\n").replicated() == [3, 3]
+
+
+def test_a_folder_that_was_added_since_the_workers_began(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a notebook, after the first call: `sys.path` of the moment counts. What calls add on a worker stays."""
+
+    def note() -> None:
+        import sys
+
+        sys.path.append("added on the worker")
+
+    def paths() -> tuple[bool, bool]:
+        import sys
+
+        return sys.path[0] == str(tmp_path), "added on the worker" in sys.path
+
+    def forget() -> None:
+        import sys
+
+        sys.path.remove("added on the worker")
+        sys.modules.pop("ltx_added_later", None)
+
+    pool = ranks(2)
+    pool.run(note)
+    (tmp_path / "ltx_added_later.py").write_text("def value(): return 7\n")
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        import ltx_added_later
+
+        assert pool.run(ltx_added_later.value).replicated() == 7
+        assert pool.run(paths).replicated() == (True, True)
+    assert pool.run(paths).replicated() == (False, True)
+    pool.run(forget)
+    sys.modules.pop("ltx_added_later")
