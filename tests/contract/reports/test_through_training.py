@@ -18,7 +18,10 @@ from torch.autograd import forward_ad
 import ltx
 from ltx.errors import CallFailedError, UnsupportedError
 from ltx.optim import from_torch
-from tests.train_on import go_on, loop_of_torch
+from tests.contract.reports.test_differentiating import slope
+from tests.kinds import Params
+from tests.train_on import go_on, loop_of_torch, refuses
+from tests.twins.cases import autograd_grad, backward, func_grad
 
 # torch's own: what its forward mode imports.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
@@ -31,83 +34,62 @@ def loss(params: Any, x: Tensor, decay: Tensor) -> Tensor:
     return (x @ params["w"]).sin().square().mean() + decay * params["w"].square().sum()
 
 
-def outside(params: Any, decay: Tensor, ended: Tensor) -> Tensor:
-    return (ended - 1).square().sum() + params["w"].pow(3).sum() + 2 * decay
+def outside(params: Params, ended: Tensor) -> Tensor:
+    return (ended - 1).square().sum() + params["w"].pow(3).sum() + 2 * params["decay"]
 
 
-def drawn(seed: int) -> tuple[Any, Tensor, Tensor, Any]:
-    """Parameters, the decay, the batches of two ranks, a direction; wherever this is called the same."""
+def drawn(seed: int) -> tuple[Params, Params, Tensor]:
+    """Parameters and the decay, a direction, and the batches of two ranks; wherever this is called the same."""
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return {"w": draw(3)}, torch.tensor(0.3, dtype=torch.float64), draw(2, 4, 3), (draw(3), 1.0)
+    decay = torch.tensor(0.3, dtype=torch.float64)
+    return {"w": draw(3), "decay": decay}, {"w": draw(3), "decay": torch.ones_like(decay)}, draw(2, 4, 3)
 
 
-def by_torch(params: Any, decay: Tensor, xs: Tensor) -> float:
+def by_torch(params: Params, xs: Tensor) -> float:
     w = params["w"].clone().requires_grad_()
-    loop_of_torch(torch.optim.SGD([w], lr=0.1, momentum=0.9), loss, [({"w": w}, xs, decay)] * STEPS)
-    return outside(params, decay, w).item()
+    loop_of_torch(torch.optim.SGD([w], lr=0.1, momentum=0.9), loss, [({"w": w}, xs, params["decay"])] * STEPS)
+    return outside(params, w).item()
 
 
-def trained(make: Callable[[], Any], params: Any, decay: Tensor, x: Tensor) -> Tensor:
+def trained(make: Callable[[], Any], params: Params, x: Tensor) -> Tensor:
     train = make()
-    return outside(params, decay, go_on(train, train.init(params), [(x, decay)] * STEPS).params["w"])
+    state = go_on(train, train.init({"w": params["w"]}), [(x, params["decay"])] * STEPS)
+    return outside(params, state.params["w"])
 
 
 def made(step: Any = loss, strategy: Any = None, **options: Any) -> Any:
     return ltx.train_step(ltx.data_parallel(step, *([] if strategy is None else [strategy])), SGD, **options)
 
 
-def plain(f: Any, params: Any, decay: Tensor) -> tuple[Any, Tensor]:
-    w, by = params["w"].clone().requires_grad_(), decay.clone().requires_grad_()
-    grads = torch.autograd.grad(f({"w": w}, by), (w, by))
-    return {"w": grads[0]}, grads[1]
+def along(gradient: Callable[..., Params]) -> Callable[..., Tensor]:
+    """The derivative along a direction, by a way to gradients."""
+
+    def way(f: Any, params: Params, direction: Params) -> Tensor:
+        grads = gradient(f, params)
+        return torch.stack([(grads[name] * x).sum() for name, x in direction.items()]).sum()
+
+    return way
 
 
-def computed(f: Any, params: Any, decay: Tensor) -> tuple[Any, Tensor]:
-    """Parameters that aren't leaves, whose step donates."""
-    w, by = params["w"].clone().requires_grad_(), decay.clone().requires_grad_()
-    f({"w": w * 1}, by * 1).backward()
-    return {"w": w.grad}, by.grad
-
-
-def forward(f: Any, params: Any, decay: Tensor) -> tuple[Any, Tensor]:
-    """Coordinate by coordinate, the last of them the decay."""
-    found = [
-        torch.func.jvp(lambda w, by: f({"w": w}, by), (params["w"], decay), (at[:-1], at[-1]))[1]
-        for at in torch.eye(4, dtype=decay.dtype)
-    ]
-    return {"w": torch.stack(found[:-1])}, found[-1]
-
-
-def dual(f: Any, params: Any, decay: Tensor) -> tuple[Any, Tensor]:
-    """The same by plain forward mode."""
-    found = []
+def dual(f: Any, params: Params, direction: Params) -> Tensor:
     with forward_ad.dual_level():
-        for at in torch.eye(4, dtype=decay.dtype):
-            ended = f({"w": forward_ad.make_dual(params["w"], at[:-1])}, forward_ad.make_dual(decay, at[-1]))
-            found.append(forward_ad.unpack_dual(ended).tangent.detach())
-    return {"w": torch.stack(found[:-1])}, found[-1]
+        ended = f({name: forward_ad.make_dual(p, direction[name]) for name, p in params.items()})
+        return forward_ad.unpack_dual(ended).tangent.detach()
 
 
-WAYS: dict[str, Any] = {
+def computed(f: Any, params: Params) -> Params:
+    """Of parameters that aren't leaves, whose step donates."""
+    return backward(lambda leaves: f({name: x * 1 for name, x in leaves.items()}), params)
+
+
+WAYS: dict[str, Callable[..., Tensor]] = {
     "dual numbers": dual,
-    "func.jvp": forward,
-    "func.grad": lambda f, *at: torch.func.grad(f, argnums=(0, 1))(*at),
-    "ltx.grad": lambda f, *at: ltx.grad(f, argnums=(0, 1))(*at),
-    "autograd": plain,
-    "backward": computed,
+    "func.jvp": lambda f, params, direction: torch.func.jvp(f, (params,), (direction,))[1],
+    "func.grad": along(func_grad),
+    "ltx.grad": along(lambda f, params: ltx.grad(f)(params)),
+    "autograd": along(autograd_grad),
+    "backward": along(computed),
 }
-
-
-def along(way: str, f: Any, params: Any, decay: Tensor, direction: Any) -> float:
-    grads, by_decay = WAYS[way](f, params, decay)
-    return (grads["w"] * direction[0]).sum().item() + by_decay.item() * direction[1]
-
-
-def expected(params: Any, decay: Tensor, direction: Any, xs: Tensor) -> float:
-    def at(step: float) -> float:
-        return by_torch({"w": params["w"] + step * direction[0]}, decay + step * direction[1], xs)
-
-    return (at(1e-6) - at(-1e-6)) / 2e-6
 
 
 STEPS_MADE: dict[str, Callable[[], Any]] = {
@@ -126,11 +108,11 @@ ALONE = ("LocalSGD", "ZeRO")
 
 
 def wrong(name: str, way: str, seed: int) -> str:
-    params, decay, xs, direction = drawn(seed)
+    params, direction, xs = drawn(seed)
     rank, size = ltx.world().rank, ltx.world().size
-    right = expected(params, decay, direction, xs[:size].flatten(0, 1))
-    whole = ltx.data_parallel(lambda both: trained(STEPS_MADE[name], both[0], both[1], xs[rank]))
-    got = along(way, lambda params, decay: whole((params, decay)), params, decay, direction)
+    right = slope(lambda params: by_torch(params, xs[:size].flatten(0, 1)), params, direction)
+    whole = ltx.data_parallel(lambda params: trained(STEPS_MADE[name], params, xs[rank]))
+    got = WAYS[way](whole, params, direction).item()
     return "" if abs(got - right) <= 1e-6 * (1 + abs(right)) else f"{name} by {way}: {got} for {right}"
 
 
@@ -159,19 +141,17 @@ def test_on_real_ranks(way: str, size: int, seed: int, ranks: Any) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", [name for name in STEPS_MADE if name != "checked"])
 def test_on_simulated_ranks(name: str, way: str, seed: int) -> None:
-    params, decay, xs, direction = drawn(seed)
-    right = expected(params, decay, direction, xs.flatten(0, 1))
+    params, direction, xs = drawn(seed)
 
-    def both(params: Any, decay: Tensor) -> Tensor:
-        return ltx.vmap(lambda x: ltx.pmean(trained(STEPS_MADE[name], params, decay, x)), out_dims=None)(xs)
+    def both(params: Params) -> Tensor:
+        return ltx.vmap(lambda x: ltx.pmean(trained(STEPS_MADE[name], params, x)), out_dims=None)(xs)
 
-    if name in ALONE:  # not what one process does, but differentiable
+    def value(params: Params) -> float:
+        # What ranks do alone isn't what one process does, but differentiable.
+        return both(params).item() if name in ALONE else by_torch(params, xs.flatten(0, 1))
 
-        def value(step: float) -> float:
-            return both({"w": params["w"] + step * direction[0]}, decay + step * direction[1]).item()
-
-        right = (value(1e-6) - value(-1e-6)) / 2e-6
-    assert along(way, both, params, decay, direction) == pytest.approx(right, rel=1e-6, abs=1e-6)
+    right = slope(value, params, direction)
+    assert WAYS[way](both, params, direction).item() == pytest.approx(right, rel=1e-6, abs=1e-6)
 
 
 @pytest.mark.covering(1)
@@ -203,28 +183,28 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_pass_whole_is_refused(name: str, way: str, seed: int) -> None:
-    params, decay, xs, direction = drawn(seed)
+    params, direction, xs = drawn(seed)
     make, said = REFUSED[name]
-    with pytest.raises(UnsupportedError, match=said):
-        along(way, lambda params, decay: trained(make, params, decay, xs[0]), params, decay, direction)
+    refuses(UnsupportedError, said, WAYS[way], lambda params: trained(make, params, xs[0]), params, direction)
 
 
 def test_metrics_buffers_and_aux_are_differentiated(seed: int) -> None:
-    params, decay, xs, _ = drawn(seed)
+    params, direction, xs = drawn(seed)
 
     def step(params: Any, buffers: Any, x: Tensor, decay: Tensor) -> Any:
         return loss(params, x, decay), {"sum": buffers["sum"] + params["w"]}, params["w"].square()
 
-    def ended(params: Any, decay: Tensor) -> Tensor:
-        train = made(step, donate=False, has_aux=True)
-        state, metrics = train(train.init(params, {"sum": 2 * params["w"]}), xs[0], decay)
+    def ended(params: Params) -> Tensor:
+        train, w = made(step, donate=False, has_aux=True), params["w"]
+        state, metrics = train(train.init({"w": w}, {"sum": 2 * w}), xs[0], params["decay"])
         return metrics.loss + state.buffers["sum"].sum() + metrics.aux.sum()
 
-    w, by = params["w"].clone().requires_grad_(), decay.clone().requires_grad_()
-    right = torch.autograd.grad(loss({"w": w}, xs[0], by) + 3 * w.sum() + w.square().sum(), (w, by))
+    def by_hand(params: Params) -> Tensor:
+        return loss(params, xs[0], params["decay"]) + 3 * params["w"].sum() + params["w"].square().sum()
+
+    right = WAYS["func.grad"](by_hand, params, direction)
     for way in WAYS.values():
-        grads, by_decay = way(ended, params, decay)
-        torch.testing.assert_close((grads["w"], by_decay), right)
+        torch.testing.assert_close(way(ended, params, direction), right)
 
 
 def test_a_module_is_trained_without_a_graph(seed: int) -> None:
