@@ -1,23 +1,30 @@
-"""Gradients of any magnitude: each hook is as right for 1e20 and 1e-30 as for 1, or what it gives isn't finite.
+"""Numbers of any magnitude: each hook is as right for 1e20 and 1e-30 as for 1, or what it gives isn't finite.
 
-What hooks divide by are norms and ranges, whose squares overflow and vanish long before the numbers themselves.
+What hooks divide by are norms and ranges, whose squares overflow and vanish long before the numbers themselves. Sums
+of many numbers in 16 bits are those of float64, rounded once. Values that no training can be of are refused.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.func import jvp
+from torch.optim import Adam, AdamW
 
 import ltx
 from ltx import hooks
-from ltx.errors import NotFiniteError
+from ltx.errors import AxisError, NotFiniteError, OptimError, TreeError, WeightError
 from ltx.hooks import CommHook
+from ltx.optim import from_torch
 from tests.contract.hooks.table import HOOKS
 from tests.kinds import Ranks
-from tests.train_on import refuses
+from tests.train_on import refuses, said, trained
+from tests.twins.training import by_train_step, sgd
 
 Grads = dict[str, Tensor]
 #: At most these errors, relative in norm, of gradients whose matrix has rank one, at the second step.
@@ -224,3 +231,221 @@ def test_parts_of_a_nodes_ranks_have_ranges_of_their_numbers_alone(name: str, ra
     for found in ([one[3] for one in ltx.vmap(on_rank, axis_size=4)()], *ranks(2).run(on_rank)):
         for grad, params in zip(grads, found, strict=True):
             assert (-params - grad).abs().max() <= 1e-3 / 255 + 2e-6
+
+
+MANY = 64
+NARROW = [torch.bfloat16, torch.float16]
+ADDS = from_torch(torch.optim.SGD, lr=1.0)
+
+
+def numbers(count: int, dtype: torch.dtype) -> Tensor:
+    """Small ones between two large ones, in a narrow sum with which each of them is lost, from either end."""
+    x = torch.rand(count)
+    x[0] = x[-1] = 2 / torch.finfo(dtype).eps
+    return x.to(dtype)
+
+
+def assert_right(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found.double(), expected, rtol=torch.finfo(found.dtype).eps, atol=0)
+
+
+def mean(w: Tensor, x: Tensor) -> Tensor:
+    return (w * x).mean()
+
+
+def by_backward(f: Any, w: Tensor, x: Tensor) -> Tensor:
+    leaf = w.clone().requires_grad_()
+    f(leaf, x).backward()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+WAYS: dict[str, Callable[..., Tensor]] = {
+    "backward": by_backward,
+    "grad": lambda f, w, x: torch.func.grad(f)(w, x),
+    "jvp": lambda f, w, x: jvp(lambda w: f(w, x), (w,), (torch.ones_like(w),))[1],
+    "vmap": lambda f, w, x: torch.vmap(torch.func.grad(f), (None, 0))(w, x[None])[0],
+    "hvp": lambda f, w, x: jvp(
+        lambda w: torch.func.grad(ltx.accumulate(lambda w, x: (w * w * x).mean() / 2, len(x)))(w, x),
+        (w,),
+        (torch.ones_like(w),),
+    )[1],
+    "second": lambda f, w, x: by_backward(
+        lambda w, x: torch.autograd.grad(
+            ltx.accumulate(lambda w, x: (w * w * x).mean() / 2, len(x))(w, x), w, create_graph=True
+        )[0],
+        w,
+        x,
+    ),
+    "train step": by_train_step,
+}
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_of_many_micro_batches(way: str, dtype: torch.dtype, seed: int) -> None:
+    x = numbers(MANY, dtype)
+    w, expected = torch.ones((), dtype=dtype), x.double().mean()
+    found = WAYS[way](ltx.accumulate(mean, MANY), w, x)
+    assert found.dtype == dtype
+    assert_right(found, expected)
+
+
+@pytest.mark.full
+def test_in_a_compiled_graph(seed: int) -> None:
+    x = numbers(MANY, torch.bfloat16)
+    step = torch.compile(torch.func.grad(ltx.accumulate(lambda w, x: (w * x).sum(), MANY)), backend="aot_eager")
+    assert_right(step(torch.ones((), dtype=torch.bfloat16), x), x.double().mean())
+
+
+def on_a_rank(step: Any, w: Tensor, x: Tensor) -> Any:
+    mine = ltx.shard(x)
+    return by_backward(step, w, mine), ltx.grad(step)(w, mine), step(w, mine)
+
+
+@pytest.mark.parametrize("f", [mean, (lambda w, x: ltx.Weighted((w * x).sum(), len(x)))])
+def test_on_ranks(f: Any, ranks: Ranks, seed: int) -> None:
+    x, w = numbers(MANY, torch.bfloat16).repeat(2), torch.ones((), dtype=torch.bfloat16)
+    step = ltx.accumulate(ltx.data_parallel(f, outputs="mean"), MANY)
+    simulated = ltx.vmap(lambda: (torch.func.grad(step)(w, ltx.shard(x)), step(w, ltx.shard(x))), axis_size=2)()
+    for found in (*ranks(2).run(on_a_rank, step, w, x), [one[0] for one in simulated]):
+        for value in found:
+            assert_right(value.bfloat16(), x.double().mean())
+
+
+def test_losses_of_many_micro_batches(seed: int) -> None:
+    x = numbers(MANY, torch.bfloat16)
+    loss = ltx.accumulate(mean, MANY)(torch.ones((), dtype=torch.bfloat16), x)
+    assert loss.dtype == torch.bfloat16
+    assert_right(loss, x.double().mean())
+
+
+def test_micro_batches_in_mixed_precision(seed: int) -> None:
+    half = ltx.Precision(compute=torch.bfloat16)
+    x, step = numbers(MANY, torch.bfloat16), ltx.mixed_precision(ltx.data_parallel(mean), half)
+    found = ltx.grad(ltx.accumulate(step, MANY))(torch.ones(()), x.float())
+    assert_right(found.bfloat16(), x.double().mean())
+
+
+def test_float16_gradients_whose_sum_is_too_large() -> None:
+    w, x = torch.ones((), dtype=torch.float16), torch.full((4,), 30000.0, dtype=torch.float16)
+    assert torch.func.grad(ltx.accumulate(mean, 4))(w, x) == 30000
+
+
+def passes(op: Any, count: int, **fields: Any) -> Tensor:
+    """How far one update of `count` passes moves: the first gradient is 256, the others are 1."""
+    strategy = ltx.HorovodStrategy(op=op, backward_passes_per_step=count, **fields)
+    batches = [torch.full((2,), x, dtype=torch.bfloat16) for x in [256.0] + [1.0] * (count - 1)]
+    return -trained(lambda w, x: (w * x).sum(), ADDS, torch.zeros(2, dtype=torch.bfloat16), batches, strategy).params
+
+
+@pytest.mark.parametrize(("op", "fields"), [("average", {}), ("adasum", {}), ("average", {"compression": "fp16"})])
+def test_horovods_passes(op: str, fields: Any, ranks: Ranks) -> None:
+    for found in (passes(op, 64, **fields), *ranks(2).run(passes, op, 64, **fields)):
+        assert found.equal(torch.full((2,), 256.0 + 63).bfloat16())
+
+
+def many_tokens(strategy: ltx.Strategy | None, dtype: torch.dtype) -> Tensor:
+    """The gradient of a mean over 100,001 tokens, of which each rank has 100,001."""
+
+    def loss(w: Tensor, x: Tensor) -> ltx.Weighted:
+        return ltx.Weighted((w.float() * x).sum() * 100_001, 100_001)
+
+    return -trained(loss, ADDS, torch.zeros(1, dtype=dtype), [torch.full((1,), 0.25)], strategy).params
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("strategy", [ltx.DDPStrategy(), ltx.BaguaStrategy("gradient_allreduce")])
+def test_numbers_of_tokens(strategy: ltx.Strategy, dtype: torch.dtype, ranks: Ranks) -> None:
+    for found in (many_tokens(strategy, dtype), *ranks(2).run(many_tokens, strategy, dtype)):
+        torch.testing.assert_close(found.float(), torch.tensor([0.25]), rtol=0.01, atol=0)
+
+
+NONE = [math.nan, math.inf, -math.inf, -1.0]
+
+
+def with_weight(weight: float, as_tensor: bool) -> list[str]:
+    """What each kind of step says of rank 0's weight, the other rank's being 4; and whether the state is as before."""
+    mine = weight if int(ltx.axis_index()) == 0 else 4.0
+    given = torch.tensor(mine) if as_tensor else mine
+    step = ltx.data_parallel(lambda w, x: ltx.Weighted((w * x).sum(), given))
+    train = ltx.train_step(step, sgd(lr=0.1))
+    state = train.init(torch.ones(()))
+    calls: list[Callable[[], Any]] = [
+        lambda: ltx.grad(step)(torch.ones(()), torch.ones(2)),
+        lambda: torch.func.grad(step)(torch.ones(()), torch.ones(2)),
+        lambda: ltx.grad(ltx.accumulate(step, 2))(torch.ones(()), torch.ones(2)),
+        lambda: train(state, torch.ones(2)),
+    ]
+    return [*(said(WeightError, call) for call in calls), str(float(state.params))]
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("weight", NONE)
+def test_weights_that_count_nothing(ranks: Ranks, weight: float, as_tensor: bool) -> None:
+    for *texts, after in (*ranks(2).run(with_weight, weight, as_tensor), with_weight(weight, as_tensor)):
+        assert after == "1.0"
+        assert all("is negative, infinite or NaN" in text for text in texts)
+    step = ltx.data_parallel(lambda w, x, weight: ltx.Weighted((w * x).sum(), weight))
+    with pytest.raises(WeightError, match="is negative, infinite or NaN"):
+        ltx.vmap(torch.func.grad(step), in_dims=(None, 0, 0))(
+            torch.ones(()), torch.ones(2), torch.tensor([weight, 4.0])
+        )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda x: sgd(x), "lr"),
+        (lambda x: sgd(0.1, momentum=x), "momentum"),
+        (lambda x: sgd(0.1, momentum=0.9, dampening=x), "dampening"),
+        (lambda x: from_torch(AdamW, weight_decay=x), "weight_decay"),
+        (lambda x: from_torch(Adam, betas=(0.9, x)), "betas"),
+        (lambda x: from_torch(Adam, betas=[x, 0.9]), "betas"),
+        (lambda x: from_torch(Adam, eps=x), "eps"),
+    ],
+)
+def test_hyperparameters_that_are_no_numbers(make: Callable[[float], Any], name: str, value: float) -> None:
+    refuses(OptimError, f"{name} must be a finite number, got {value}", make, value)
+
+
+@pytest.mark.parametrize("value", NONE)
+@pytest.mark.parametrize("of", [float, torch.tensor])
+def test_schedules_that_give_no_numbers(of: Callable[[float], Any], value: float) -> None:
+    train = ltx.train_step(ltx.data_parallel(lambda w: w.sum()), sgd(lambda count: of(value) if count else 0.5))
+    state, _ = train(train.init(torch.ones(())))
+    text = rf"the schedule lr\(1\) must be a finite number >= 0 or a 0-dim tensor, got \S*{value:g}"
+    refuses(OptimError, text, train, state)
+
+
+@pytest.mark.parametrize("size", [0, -1, -2])
+@pytest.mark.parametrize("given", [(), (torch.ones(2),)])
+def test_sizes_of_an_axis(given: tuple[Tensor, ...], size: int) -> None:
+    with pytest.raises(AxisError, match=rf"axis_size is the number of ranks, at least 1, got {size}"):
+        ltx.vmap(lambda *x: ltx.axis_index(), axis_size=size)(*given)
+
+
+OVERLAPS: dict[str, tuple[Callable[[Tensor], Any], bool]] = {
+    "a part": (lambda a: {"a": a, "b": a[1:]}, True),
+    "parts of one that isn't there": (lambda a: {"a": a[:5], "b": a[3:]}, True),
+    "a row and a column": (lambda a: {"a": a.view(4, 4)[1], "b": a.view(4, 4)[:, 2]}, True),
+    "another dtype": (lambda a: {"a": a, "b": a.view(torch.complex64)[1:2]}, True),
+    "transposed": (lambda a: {"a": a.view(4, 4), "b": a.view(4, 4).T}, True),
+    "three": (lambda a: {"a": a[:2], "b": a[4:], "c": a[1:4]}, True),
+    "pieces": (lambda a: {"a": a[:4], "b": a[4:]}, False),
+    "columns": (lambda a: {"a": a.view(4, 4)[:, 0], "b": a.view(4, 4)[:, 1], "c": a.view(4, 4)[:, 2]}, False),
+    "every other one": (lambda a: {"a": a[::2], "b": a[1::2]}, False),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPS)
+def test_parameters_that_share_memory(name: str) -> None:
+    make, overlap = OVERLAPS[name]
+    train = ltx.train_step(ltx.data_parallel(lambda p: sum(x.abs().sum() for x in p.values())), sgd(lr=0.1))
+    if overlap:
+        with pytest.raises(TreeError, match=r"'[abc]' and '[abc]' share memory .* would be trained apart"):
+            train.init(make(torch.ones(16)))
+    else:
+        state, _ = train(train.init(make(torch.ones(16))))
+        assert all((x == 0.9).all() for x in state.params.values())
