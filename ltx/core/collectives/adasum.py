@@ -81,23 +81,16 @@ class Halving:
         """The pairs of the permutation as a flat tuple: source, destination, source, ..."""
         return tuple(r for source in range(self.n) for r in (source, source ^ (1 << level)))
 
-    def _is_upper(self, level: int) -> bool | torch.Tensor:
-        """Whether this rank is in the second of the two blocks."""
-        return (self.rank >> level) % 2 == 1
-
-    def _halves(self, piece: torch.Tensor) -> torch.Tensor:
-        return piece.view(2, piece.shape[0] // 2, piece.shape[1])
-
     def given(self, piece: torch.Tensor, level: int) -> torch.Tensor:
         """The half of this rank's piece that is sent to the partner."""
-        halves = self._halves(piece)
-        return _pick(self._is_upper(level), halves[1], halves[0])
+        lower, upper = piece.chunk(2)
+        return _pick((self.rank >> level) % 2 == 1, upper, lower)
 
     def pair(self, piece: torch.Tensor, received: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The first and the second block's values."""
-        upper, halves = self._is_upper(level), self._halves(piece)
-        mine = _pick(upper, halves[0], halves[1])
-        return _pick(upper, mine, received), _pick(upper, received, mine)
+        is_second = (self.rank >> level) % 2 == 1  # whether this rank is in the second of the two blocks
+        mine = _pick(is_second, *piece.chunk(2))
+        return _pick(is_second, mine, received), _pick(is_second, received, mine)
 
     def _first_row(self, level: int) -> int | torch.Tensor:
         """The index, among all rows, of the pair's first row."""
@@ -137,7 +130,9 @@ class Halving:
     def weights(self, summed: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The factors for each part of a and of b: 1 - dot / 2 square, or 1 for a part of zeros."""
         dot, *squares = torch.where(self.here(level, summed.device), summed, 0.0).sum(0)
-        weight_a, weight_b = (_weights(dot, square) for square in squares)
+        square = torch.stack(squares)
+        zero = square < _LEAST_SQUARE
+        weight_a, weight_b = torch.where(zero, 1.0, 1 - dot / (2 * torch.where(zero, 1.0, square)))
         return weight_a, weight_b
 
     def combined(self, a: torch.Tensor, b: torch.Tensor, summed: torch.Tensor, level: int) -> torch.Tensor:
@@ -158,11 +153,6 @@ class Halving:
             order = [sum((row >> bit & 1) << (self.depth - 1 - bit) for bit in bits) for row in range(self.n)]
             rows = torch.stack([rows[place] for place in order])
         return rows.reshape(-1)[: self._numel]
-
-
-def _weights(dot: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
-    zero = square < _LEAST_SQUARE
-    return torch.where(zero, 1.0, 1 - dot / (2 * torch.where(zero, 1.0, square)))
 
 
 def _pick(second: bool | torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -228,19 +218,14 @@ def adasum(value: Tree, axis: Any = None) -> Tree:
     for kind in dict.fromkeys((x.dtype, x.device) for x in leaves):
         places = [i for i, x in enumerate(leaves) if (x.dtype, x.device) == kind]
         sizes = [leaves[i].numel() for i in places]
-        flat = _of_flat(torch.cat([leaves[i].reshape(-1) for i in places]), Halving(sizes, n, rank, kind[0]), axis)
+        halving = Halving(sizes, n, rank, kind[0])
+        piece = halving.rows(torch.cat([leaves[i].reshape(-1) for i in places]))
+        for level in range(halving.depth):
+            partners = halving.partners(level)
+            pairs = list(zip(partners[::2], partners[1::2], strict=True))
+            a, b = halving.pair(piece, ppermute(halving.given(piece, level), pairs, axis), level)
+            piece = halving.combined(a, b, psum(halving.products(a, b, level), axis), level)
+        flat = halving.joined(all_gather(piece[0], axis))
         for i, part in zip(places, flat.split(sizes), strict=True):
             results[i] = part.reshape(leaves[i].shape)
     return tree.unflatten(spec, results)
-
-
-def _of_flat(flat: torch.Tensor, halving: Halving, axis: Any) -> torch.Tensor:
-    if halving.n == 1 or not flat.numel():
-        return flat.clone()
-    piece = halving.rows(flat)
-    for level in range(halving.depth):
-        partners = halving.partners(level)
-        pairs = list(zip(partners[::2], partners[1::2], strict=True))
-        a, b = halving.pair(piece, ppermute(halving.given(piece, level), pairs, axis), level)
-        piece = halving.combined(a, b, psum(halving.products(a, b, level), axis), level)
-    return halving.joined(all_gather(piece[0], axis))
