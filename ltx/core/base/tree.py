@@ -185,32 +185,19 @@ def insertion_order(tree: Tree) -> list[int]:
     >>> insertion_order({"wte": 0, "block": {"b": 0, "a": 0}})
     [2, 1, 0]
     """
-    order: list[int] = []
+    numbers = itertools.count()
 
-    def walk(node: Tree, start: int) -> int:
-        """Append the indices of `node`'s leaves, which begin at `start`; return the index after the last."""
+    def walk(node: Tree) -> list[int]:
+        """The next numbers, as many as `node` has leaves: given in their order, listed by insertion."""
         if isinstance(node, Mapping) and all(isinstance(key, str) for key in node.keys()):  # noqa: SIM118
-            starts = {}
-            for key in sorted_keys(node):
-                starts[key] = start
-                start += _leaf_count(node[key])
-            for key in node.keys():  # noqa: SIM118 - to iterate over a TensorDict gives its rows
-                walk(node[key], starts[key])
-            return start
+            parts = {key: walk(node[key]) for key in sorted_keys(node)}
+            # to iterate over a TensorDict gives its rows
+            return [number for key in node.keys() for number in parts[key]]  # noqa: SIM118
         if isinstance(node, list | tuple):
-            for child in node:
-                start = walk(child, start)
-            return start
-        count = _leaf_count(node)
-        order.extend(range(start, start + count))
-        return start + count
+            return [number for child in node for number in walk(child)]
+        return [next(numbers) for _ in flatten(node)[0]]
 
-    walk(tree, 0)
-    return order
-
-
-def _leaf_count(node: Tree) -> int:
-    return 1 if isinstance(node, torch.Tensor) else len(flatten(node)[0])
+    return walk(tree)
 
 
 def check_tensors(tree: Tree, what: str) -> None:
