@@ -15,10 +15,9 @@ from typing import Any
 import torch
 
 from ltx.core import comm
-from ltx.core.base import traced, tree
+from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import brief, checked
 from ltx.core.base.errors import CollectiveError, InputError, TreeError, WeightError, no_mean
-from ltx.core.base.private import unwrapped
 from ltx.core.collectives.calls import check_dense, check_sums, collective, counted, grouped, refuse_leaves, tensors_of
 from ltx.core.collectives.gather import all_gather
 from ltx.core.collectives.linear import Static, add_rule
@@ -183,8 +182,9 @@ _BITWISE = {
 
 #: The reduction for each op, a function of (tree, axis). Ranks compare whole trees before anything is sent.
 OPS: dict[str, Callable[[Tree, Any], Tree]] = {"sum": psum, "mean": pmean, "avg": pmean, "min": pmin, "max": pmax}
-OPS["product"] = _gathered(lambda xs: xs.prod(0, dtype=torch.int64 if xs.dtype is torch.bool else xs.dtype))
-OPS |= _BITWISE
+OPS |= _BITWISE | {
+    "product": _gathered(lambda xs: xs.prod(0, dtype=torch.int64 if xs.dtype is torch.bool else xs.dtype))
+}
 
 
 @counted
@@ -235,16 +235,16 @@ def reduce(value: Tree, op: str | None = "mean", axis: Any = None, keep_dtype: b
     refuse_leaves("reduce", leaves, value, lambda x: x.dtype not in known, f"which has no {name}. Cast it.")
     tensors = tree.unflatten(spec, [x if isinstance(x, torch.Tensor) else None for x in leaves])
     if OPS[name] is pmean and keep_dtype:
-        mean = functools.partial(_truncated_mean, n=axis_size(axis))
+        n = axis_size(axis)
+
+        def mean(total: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+            whole = not (like.is_floating_point() or like.is_complex())
+            return torch.div(total, n, rounding_mode="trunc").to(like.dtype) if whole else total / n
+
         reduced = tree.map(mean, psum(countable(tensors, NARROW), axis), tensors)
     else:
         reduced = OPS[name](tensors, axis)
     return tree.filled(reduced, value)
-
-
-def _truncated_mean(total: torch.Tensor, like: torch.Tensor, n: int) -> torch.Tensor:
-    whole = not (like.is_floating_point() or like.is_complex())
-    return torch.div(total, n, rounding_mode="trunc").to(like.dtype) if whole else total / n
 
 
 @counted
@@ -379,13 +379,13 @@ def _term(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 def _check(w: torch.Tensor, whole: torch.Tensor, negative: torch.Tensor, axis: Any) -> None:
     ranks = comm.resolve(axis).ranks
-    count = int(ranks.read(unwrapped(negative).max(), "weighted_mean"))
+    count = int(ranks.read(private.unwrapped(negative).max(), "weighted_mean"))
     if count:
-        rank, mine = unwrapped(axis_index(axis)), unwrapped(w)
+        rank, mine = private.unwrapped(axis_index(axis)), private.unwrapped(w)
         here = f"that of rank {rank} is {mine:g}" if mine.ndim == 0 and rank.ndim == 0 else f"they are {mine.tolist()}"
         raise WeightError(
             f"weighted_mean: {count} of the {axis_size(axis)} ranks' weights {'is' if count == 1 else 'are'} negative; "
             f"{here}. Weights count samples: give 0 to a rank whose value is to count for nothing."
         )
-    if bool(ranks.read((unwrapped(whole) == 0).any(), "weighted_mean")):
+    if bool(ranks.read((private.unwrapped(whole) == 0).any(), "weighted_mean")):
         raise no_mean("weighted_mean: the weights of all ranks add up to 0")
