@@ -225,14 +225,7 @@ class Linear(Function):
 
     @staticmethod
     def vmap(
-        info: Any,
-        in_dims: tuple[Any, ...],
-        name: str,
-        static: Static,
-        axis: Axis,
-        compiled: bool,
-        index: torch.Tensor | None,
-        *xs: torch.Tensor,
+        info: Any, in_dims: Any, name: str, static: Static, axis: Axis, compiled: bool, index: Any, *xs: torch.Tensor
     ) -> tuple[tuple[torch.Tensor, ...], tuple[int | None, ...]]:
         rule, dims = RULES[name], in_dims[5:]
         ranks: Any = axis.ranks
