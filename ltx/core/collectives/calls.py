@@ -6,16 +6,15 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Literal, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from ltx.core import comm
 from ltx.core.base import errors, private, traced, tree
-from ltx.core.base.arguments import brief
 from ltx.core.base.containers import of_array
-from ltx.core.base.errors import AxisError, CollectiveError, Kind, LtxError, UnsupportedError
-from ltx.core.collectives.linear import RULES, Function, Rule, Static, apply, entered
+from ltx.core.base.errors import AxisError, Kind, LtxError, UnsupportedError
+from ltx.core.collectives.linear import RULES, Rule, Static, apply, entered
 from ltx.core.comm.operations import SUMMED, as_bytes, as_it_is, from_bytes
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import Tensors
@@ -45,37 +44,32 @@ def counted(collective: Callable[P, R]) -> Callable[P, R]:
         except Exception as error:
             if not isinstance(error, _OF_THE_NETWORK) and not hasattr(error, "_ltx_counted"):
                 error._ltx_counted = True  # type: ignore[attr-defined]  # once, if collectives call each other
-                with suppress(TypeError):  # the arguments don't fit the signature
-                    _count(inspect.signature(collective).bind(*args, **kwargs).arguments.get("axis"))
+                with suppress(TypeError, LtxError):  # the arguments don't fit the signature, or there is no such axis
+                    axis = inspect.signature(collective).bind(*args, **kwargs).arguments.get("axis")
+                    # to resolve another kind of axis may open it, which all ranks have to do together
+                    if isinstance(axis, Axis | str | None):
+                        comm.resolve(axis).ranks.announce(comm.RAISED)
             raise
 
     return wrapped
 
 
-def _count(axis: Any) -> None:
-    # to resolve another kind of axis may open it, which all ranks have to do together
-    if not isinstance(axis, Axis | str | None):
-        return
-    with suppress(LtxError):  # there is no such axis
-        comm.resolve(axis).ranks.announce(comm.RAISED)
+def _found(axis: Any) -> Axis:
+    """The axis that a user means by `axis`, or that has this key in a graph."""
+    known = traced.kept(axis)
+    return known if isinstance(known, Axis) else comm.resolve(axis)
 
 
 @traced.at_trace_time
 def prepare_trace(axis: Any) -> str:
-    if isinstance(traced.kept(axis), Axis):  # `axis` is a key already
-        return str(axis)
-    found = comm.resolve(axis)
+    """The key of an axis for the nodes of a graph."""
+    found = _found(axis)
     return traced.keep(f"{found.name!r} of {found.size}, {found.ranks!r}", found)
-
-
-@traced.at_trace_time
-def _prepare_groups(axis: Any, groups: tuple[tuple[int, ...], ...]) -> str:
-    return prepare_trace(comm.InGroups(axis, groups))
 
 
 @traced.node
 def in_graph(name: str, static: Static, axis_key: str, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(apply(name, static, traced_axis(axis_key), list(xs), compiled=True))
+    return tuple(apply(name, static, _found(axis_key), list(xs), compiled=True))
 
 
 def grouped(axis: Any, groups: Sequence[Sequence[int]] | None, equal: str = "") -> Any:
@@ -88,8 +82,8 @@ def grouped(axis: Any, groups: Sequence[Sequence[int]] | None, equal: str = "") 
             f"{equal}: axis_index_groups={lists} are of unequal sizes, and what ranks get would have unequal shapes. "
             "Make them equal; psum, pmean, pmax and pmin take unequal ones."
         )
-    parts = tuple(tuple(group) for group in lists)
-    return _prepare_groups(axis, parts) if traced.recording() else comm.InGroups(axis, parts)
+    among = comm.InGroups(axis, tuple(tuple(group) for group in lists))
+    return prepare_trace(among) if traced.recording() else among
 
 
 def tensors_of(value: Tree, axis: Any) -> Tree:
@@ -210,68 +204,23 @@ def negotiate_tree(
     axis.ranks.agree((comm.key_of(name, x, group) for x, group in zip(moved or leaves, groups, strict=True)), agreed)
 
 
-def traced_axis(key: str) -> Axis:
-    return cast(Axis, traced.kept(key))
-
-
 @traced.at_trace_time
 def traced_size(key: str) -> int:
-    return traced_axis(key).size
+    return _found(key).size
 
 
 @traced.at_trace_time
-def traced_rank(key: str) -> int | None:
-    """This rank's index on the axis with a key of :func:`prepare_trace`; None if it is simulated."""
-    rank = traced_axis(key).rank
+def known_rank(axis: Any) -> int | None:
+    """This rank's index on an axis, or on the one with a key; None if it is simulated."""
+    rank = _found(axis).rank
     return rank if isinstance(rank, int) else None
 
 
 @traced.at_trace_time
 def traced_processes(key: str) -> bool:
-    return traced_axis(key).ranks.overlaps and traced_axis(key).size > 1
+    return _found(key).ranks.overlaps and _found(key).size > 1
 
 
 @traced.node
 def in_graph_index(key: str) -> torch.Tensor:
-    return traced_axis(key).index()
-
-
-GradScale = Literal["sum", "mean"]
-
-
-class ScaledGradient(Function):
-    """The identity; its backward pass multiplies the cotangent by `factor`. Forward mode raises."""
-
-    @staticmethod
-    def forward(x: torch.Tensor, factor: float) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, float], output: torch.Tensor) -> None:
-        ctx.factor = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
-        return cotangents[0] * ctx.factor, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, factor: float) -> tuple[torch.Tensor, Any]:
-        return ScaledGradient.apply(x, factor), in_dims[0]
-
-
-def scale_gradient(value: Tree, axis: Any, grad_scale: GradScale, factor: Callable[[int], float]) -> Tree:
-    """`value`; its gradient will be multiplied by ``factor(n)`` if `grad_scale` is "mean"."""
-    if grad_scale == "sum":
-        return value
-    if grad_scale != "mean":
-        raise CollectiveError(f'grad_scale must be "sum" or "mean", got {brief(grad_scale)}.')
-    if traced.recording():
-        n = traced_size(prepare_trace(axis))
-        return tree.map(lambda x: scaled_in_graph(x, factor(n)), value)
-    by = factor(comm.resolve(axis).size)
-    return tree.map(lambda x: ScaledGradient.apply(x, by) if isinstance(x, torch.Tensor) else x, value)
-
-
-@traced.node
-def scaled_in_graph(x: torch.Tensor, factor: float) -> torch.Tensor:
-    return cast(torch.Tensor, ScaledGradient.apply(x, factor))
+    return _found(key).index()

@@ -17,39 +17,29 @@ import torch
 
 from ltx.core.base import tree
 from ltx.core.base.arguments import checked
-from ltx.core.base.errors import AxisError
-from ltx.core.collectives.calls import (
-    GradScale,
-    checked_index,
-    collective,
-    counted,
-    grouped,
-    scale_gradient,
-    tensors_of,
-)
+from ltx.core.collectives.calls import checked_index, collective, counted, grouped, tensors_of
 from ltx.core.collectives.linear import Static, add_rule, only_at
-from ltx.core.collectives.psum import countable
-from ltx.core.collectives.uneven import all_gather_uneven, is_even, psum_scatter_uneven
+from ltx.core.collectives.psum import GradScale, countable, scale_gradient
+from ltx.core.collectives.uneven import all_gather_uneven, check_parts, dim_of, is_uneven, psum_scatter_uneven
 from ltx.core.comm.operations import as_it_is
 from ltx.typing import Tree
 
 
 def spread(gathered: torch.Tensor, static: Static) -> torch.Tensor:
-    """Move the first dimension of `gathered` to dim, or merge it with dim if tiled; `static` is (dim, tiled)."""
-    dim, tiled = static
+    """Move the first dimension of `gathered` to dim, or merge it with dim if tiled; `static` ends with (dim, tiled)."""
+    dim, tiled = static[-2:]
     moved = gathered.movedim(0, dim)
     return moved.flatten(dim, dim + 1) if tiled else moved
 
 
 def split(x: torch.Tensor, n: int, static: Static) -> torch.Tensor:
     """Inverse of :func:`spread`."""
-    dim, tiled = static
+    dim, tiled = static[-2:]
     return (x.unflatten(dim, (n, x.shape[dim] // n)) if tiled else x).movedim(dim, 0)
 
 
 def _one_more_dim(static: Static) -> Static:
-    dim, tiled = static
-    return (dim + 1, tiled)
+    return *static[:-2], static[-2] + 1, static[-1]
 
 
 add_rule(
@@ -77,11 +67,11 @@ add_rule(
     name="gather",
     operation="gather",
     moves=True,
-    after=lambda result, x, rank, n, static: spread(result, static[1:]),
-    stacked=lambda xs, n, static: only_at(spread(xs, static[1:]), n, static[0]),
-    alone=lambda x, static: spread(x.unsqueeze(0), static[1:]),
+    after=lambda result, x, rank, n, static: spread(result, static),
+    stacked=lambda xs, n, static: only_at(spread(xs, static), n, static[0]),
+    alone=lambda x, static: spread(x.unsqueeze(0), static),
     transpose=lambda shape, static: ("scatter", static),
-    batched=lambda static: (static[0], *_one_more_dim(static[1:])),
+    batched=_one_more_dim,
     arguments=lambda static: static[:1],
 )
 
@@ -89,11 +79,11 @@ add_rule(
     name="scatter",
     operation="scatter",
     moves=True,
-    before=lambda x, n, static: split(x, n, static[1:]).contiguous(),
-    stacked=lambda xs, n, static: (split(xs[static[0]], n, static[1:]).clone(), True),
-    alone=lambda x, static: split(x, 1, static[1:]).squeeze(0),
+    before=lambda x, n, static: split(x, n, static).contiguous(),
+    stacked=lambda xs, n, static: (split(xs[static[0]], n, static).clone(), True),
+    alone=lambda x, static: split(x, 1, static).squeeze(0),
     transpose=lambda shape, static: ("gather", static),
-    batched=lambda static: (static[0], *_one_more_dim(static[1:])),
+    batched=_one_more_dim,
     arguments=lambda static: static[:1],
 )
 
@@ -144,9 +134,7 @@ def all_gather(
     """
     axis = grouped(axis, axis_index_groups, equal="all_gather")
     scaled = scale_gradient(tensors_of(value, axis), axis, grad_scale, lambda n: 1 / n)
-    if splits is not None and not tiled:
-        raise AxisError("all_gather: parts of unequal lengths can only be concatenated: splits= needs tiled=True.")
-    if splits is not None and not is_even(splits, axis):
+    if is_uneven(splits, "all_gather", axis, tiled):
         gathered = all_gather_uneven(scaled, axis, dim, splits)
         return gathered if sync_grads else tree.map(torch.Tensor.detach, gathered)
     then = as_it_is if sync_grads else torch.Tensor.detach
@@ -195,9 +183,7 @@ def psum_scatter(
     """
     axis = grouped(axis, axis_index_groups, equal="psum_scatter")
     scaled = scale_gradient(countable(tensors_of(value, axis)), axis, grad_scale, lambda n: n)
-    if splits is not None and not tiled:
-        raise AxisError("psum_scatter: parts of unequal lengths: splits= needs tiled=True.")
-    if splits is not None and not is_even(splits, axis):
+    if is_uneven(splits, "psum_scatter", axis, tiled):
         return psum_scatter_uneven(scaled, axis, dim, splits)
     return collective("psum_scatter", scaled, axis, lambda x, n: _place("psum_scatter", x, dim, tiled, n))
 
@@ -269,24 +255,17 @@ def scatter(value: Tree, src: int = 0, axis: Any = None, *, dim: int = 0, tiled:
     """
 
     def static(x: torch.Tensor, n: int) -> Static:
-        return (checked_index("scatter", "src", src, n), *_place("scatter", x, dim, tiled, n))
+        return checked_index("scatter", "src", src, n), *_place("scatter", x, dim, tiled, n)
 
     return collective("scatter", value, axis, static)
 
 
 def _place(name: str, x: torch.Tensor, dim: int, tiled: bool, parts: int | None = None) -> Static:
     """(dim, tiled) of a collective on `x`, which is split into so many `parts`, or gathered. Raises if it can't be."""
-    ndim = x.ndim + (parts is None and not tiled)
-    if not -ndim <= dim < ndim:
-        hint = " Stack 0-dim tensors with tiled=False." if x.ndim == 0 and tiled else ""
-        raise AxisError(f"{name}: dim={dim} is out of range for a tensor of shape {list(x.shape)}.{hint}")
-    if parts is not None and (x.shape[dim] % parts != 0 if tiled else x.shape[dim] != parts):
-        wanted = f"a multiple of {parts}" if tiled else str(parts)
-        raise AxisError(
-            f"{name} over {parts} ranks: dimension {dim} of a tensor of shape {list(x.shape)} must be {wanted}, "
-            f"got {x.shape[dim]}. Pad it, or split another dimension."
-        )
-    return (dim % ndim, int(tiled))
+    place = dim_of(name, x, dim, more=int(parts is None and not tiled))
+    if parts is not None:
+        check_parts(f"{name} over {parts} ranks", x, dim, parts, tiled, "Pad it, or split another dimension.")
+    return place, int(tiled)
 
 
 class AllGatherGrad:

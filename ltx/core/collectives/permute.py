@@ -18,7 +18,7 @@ from ltx.core.collectives.calls import collective, counted, grouped
 from ltx.core.collectives.gather import split, spread
 from ltx.core.collectives.linear import Static, add_rule
 from ltx.core.collectives.psum import axis_size
-from ltx.core.collectives.uneven import all_to_all_uneven, dim_of, is_even
+from ltx.core.collectives.uneven import all_to_all_uneven, check_parts, dim_of, is_uneven
 from ltx.core.comm.operations import view_as
 from ltx.typing import Tree
 
@@ -115,27 +115,18 @@ def all_to_all(
     Source: ``jax.lax.all_to_all``, whose `tiled` is False by default; Horovod's ``alltoall`` for `splits`.
     """
     axis = grouped(axis, axis_index_groups, equal="all_to_all")
-    if not tiled and splits is not None:
-        raise AxisError("all_to_all: splits= are lengths of parts that are concatenated, so they need tiled=True.")
-    even = is_even(splits, axis)
-    if splits is not None and not even:
+    if is_uneven(splits, "all_to_all", axis, tiled):
         return all_to_all_uneven(value, split_dim, concat_dim, axis, splits)
 
     def static(x: torch.Tensor, n: int) -> Static:
         dims = dim_of("all_to_all", x, split_dim, "split_dim"), dim_of("all_to_all", x, concat_dim, "concat_dim")
-        length, of, must = x.shape[split_dim], "", f"a multiple of {n}"
-        fix = 'Pad it, or give splits= or splits="infer".'
-        if not tiled:
-            of, must, fix = " with tiled=False", f"{n}", f"tiled=True takes multiples of {n}."
-        if length % n if tiled else length != n:
-            raise AxisError(
-                f"all_to_all over {n} ranks{of}: dimension {split_dim} of a tensor of shape {list(x.shape)} must be "
-                f"{must}, got {length}. {fix}"
-            )
+        fix = 'Pad it, or give splits= or splits="infer".' if tiled else f"tiled=True takes multiples of {n}."
+        what = f"all_to_all over {n} ranks{'' if tiled else ' with tiled=False'}"
+        check_parts(what, x, split_dim, n, tiled, fix)
         return *dims, int(tiled)
 
     exchanged = collective("all_to_all", value, axis, static)
-    if not even:
+    if splits is None:
         return exchanged
     n = axis_size(axis)
     lengths = [x.shape[split_dim] // n for x in tree.flatten(value)[0]]

@@ -11,28 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from ltx.core import comm
 from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import brief, checked
-from ltx.core.base.errors import InputError, TreeError, UnsupportedError
-from ltx.core.collectives.calls import (
-    GradScale,
-    check_sums,
-    checked_index,
-    collective,
-    counted,
-    grouped,
-    prepare_trace,
-    refuse_leaves,
-    scale_gradient,
-    tensors_of,
-    traced_size,
-)
-from ltx.core.collectives.linear import add_rule, only_at
+from ltx.core.base.errors import CollectiveError, InputError, TreeError, UnsupportedError
+from ltx.core.collectives import calls
+from ltx.core.collectives.linear import Function, add_rule, only_at
 from ltx.core.collectives.uneven import gathered, told
 from ltx.core.comm.operations import as_it_is
 from ltx.typing import Tree
@@ -71,7 +59,7 @@ add_rule(
 )
 
 
-@counted
+@calls.counted
 @checked("axis_index_groups", "prescale", "postscale")
 def psum(
     value: Tree,
@@ -126,10 +114,10 @@ def psum(
     Source: ``jax.lax.psum`` under ``vmap`` and ``shard_map(check_vma=False)``, whose transpose is that of the global
     linear map; Horovod's ``prescale_factor`` and ``postscale_factor``.
     """
-    *others, axis = comm.kinds_of(grouped(axis, axis_index_groups))
+    *others, axis = comm.kinds_of(calls.grouped(axis, axis_index_groups))
     for other in others:
         value, prescale = psum(value, other, prescale=prescale), 1
-    value = countable(tensors_of(value, axis))
+    value = countable(calls.tensors_of(value, axis))
     then: Callable[[torch.Tensor], torch.Tensor] = as_it_is
     if not (_is_one(prescale) and _is_one(postscale)):
         before, after = _factor(value, prescale, "prescale"), _factor(value, postscale, "postscale")
@@ -138,8 +126,8 @@ def psum(
         tree.check_leaves(tree.flatten(value)[0], value, "psum: its argument")
         sparse, dense = split_sparse(value)
         totals = tree.map(then, psum_sparse("psum", value, sparse, axis))
-        return tree.filled(totals, collective("psum", dense, axis, then=then))
-    return collective("psum", value, axis, then=then)
+        return tree.filled(totals, calls.collective("psum", dense, axis, then=then))
+    return calls.collective("psum", value, axis, then=then)
 
 
 def _factor(value: Tree, factor: float | torch.Tensor, name: str) -> float | torch.Tensor:
@@ -159,10 +147,12 @@ def _factor(value: Tree, factor: float | torch.Tensor, name: str) -> float | tor
     leaves = tree.flatten(value)[0]
     if not traced.recording():
         tree.check_leaves(leaves, value, "psum: its argument")
-        check_sums("psum", leaves, value)
+        calls.check_sums("psum", leaves, value)
     if not whole:
         why = f"and {name}={said} isn't a whole number. Cast the leaf to a floating dtype."
-        refuse_leaves("psum", leaves, value, lambda x: not (x.is_floating_point() or x.is_complex()), why, TreeError)
+        calls.refuse_leaves(
+            "psum", leaves, value, lambda x: not (x.is_floating_point() or x.is_complex()), why, TreeError
+        )
     return factor
 
 
@@ -174,7 +164,7 @@ def _is_one(factor: float | torch.Tensor) -> bool:
     return not isinstance(factor, torch.Tensor) and factor == 1
 
 
-@counted
+@calls.counted
 @checked("axis_index_groups")
 def pmean(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> Tree:
     """The mean over ranks of every tensor of a tree. The means of integers are floats.
@@ -191,14 +181,14 @@ def pmean(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence
         >>> ltx.vmap(ltx.pmean)(torch.tensor([1, 2]))
         tensor([1.5000, 1.5000])
     """
-    *others, axis = comm.kinds_of(grouped(axis, axis_index_groups))
+    *others, axis = comm.kinds_of(calls.grouped(axis, axis_index_groups))
     for other in others:
         value = pmean(value, other)
     n = _count(axis, axis_index_groups)
-    value = countable(tensors_of(value, axis), NARROW)
+    value = countable(calls.tensors_of(value, axis), NARROW)
     if not traced.recording() and any(map(is_sparse, tree.flatten(value)[0])):
         return tree.map(lambda total: total / n, psum(value, axis))
-    return collective("psum", value, axis, then=lambda total: total / n)
+    return calls.collective("psum", value, axis, then=lambda total: total / n)
 
 
 def _count(axis: Any, groups: Sequence[Sequence[int]] | None) -> int | torch.Tensor:
@@ -232,10 +222,10 @@ def pvary(value: Tree, axis: Any = None) -> Tree:
     Source: ``jax.lax.pcast(..., to="varying")`` under ``shard_map``, formerly ``pvary``;
     the f operator of Megatron-LM (arXiv:1909.08053, section 3).
     """
-    return collective("pvary", value, axis)
+    return calls.collective("pvary", value, axis)
 
 
-@counted
+@calls.counted
 @checked("src")
 def broadcast(value: Tree, src: int = 0, axis: Any = None, *, grad_scale: GradScale = "sum") -> Tree:
     """Give every rank the tree of rank `src`.
@@ -263,10 +253,10 @@ def broadcast(value: Tree, src: int = 0, axis: Any = None, *, grad_scale: GradSc
         tensor([2., 2.])
     """
     scaled = scale_gradient(value, axis, grad_scale, lambda n: 1 / n)
-    return collective("broadcast", scaled, axis, lambda x, n: (checked_index("broadcast", "src", src, n),))
+    return calls.collective("broadcast", scaled, axis, lambda x, n: (calls.checked_index("broadcast", "src", src, n),))
 
 
-@counted
+@calls.counted
 @checked("dst")
 def psum_to(value: Tree, dst: int = 0, axis: Any = None) -> Tree:
     """The sum over ranks of every tensor of a tree, on rank `dst` only.
@@ -294,8 +284,8 @@ def psum_to(value: Tree, dst: int = 0, axis: Any = None) -> Tree:
 
     Source: ``torch.distributed.reduce``, which leaves unspecified values on the other ranks.
     """
-    counted = countable(tensors_of(value, axis))
-    return collective("psum_to", counted, axis, lambda x, n: (checked_index("psum_to", "dst", dst, n),))
+    counted = countable(calls.tensors_of(value, axis))
+    return calls.collective("psum_to", counted, axis, lambda x, n: (calls.checked_index("psum_to", "dst", dst, n),))
 
 
 @checked()
@@ -310,8 +300,47 @@ def axis_size(axis: Any = None) -> int:
         tensor([0.2500, 0.2500, 0.2500, 0.2500])
     """
     if traced.recording():
-        return traced_size(prepare_trace(axis))
+        return calls.traced_size(calls.prepare_trace(axis))
     return math.prod(comm.resolve(part).size for part in comm.kinds_of(axis))
+
+
+GradScale = Literal["sum", "mean"]
+
+
+class ScaledGradient(Function):
+    """The identity; its backward pass multiplies the cotangent by `factor`. Forward mode raises."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, factor: float) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, float], output: torch.Tensor) -> None:
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
+        return cotangents[0] * ctx.factor, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, factor: float) -> tuple[torch.Tensor, Any]:
+        return ScaledGradient.apply(x, factor), in_dims[0]
+
+
+@traced.node
+def _scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+    scaled: torch.Tensor = ScaledGradient.apply(x, factor)
+    return scaled
+
+
+def scale_gradient(value: Tree, axis: Any, grad_scale: GradScale, factor: Callable[[int], float]) -> Tree:
+    """`value`; its gradient will be multiplied by ``factor(n)`` if `grad_scale` is "mean"."""
+    if grad_scale == "sum":
+        return value
+    if grad_scale != "mean":
+        raise CollectiveError(f'grad_scale must be "sum" or "mean", got {brief(grad_scale)}.')
+    by = factor(axis_size(axis))
+    return tree.map(lambda x: _scaled(x, by) if isinstance(x, torch.Tensor) else x, value)
 
 
 #: The dtypes whose sums over ranks may overflow although the mean fits.
@@ -330,10 +359,8 @@ def is_sparse(x: Any) -> bool:
 
 def split_sparse(value: Tree) -> tuple[Tree, Tree]:
     """(`value` with None in place of dense leaves, `value` with None in place of sparse leaves)."""
-    leaves, spec = tree.flatten(value)
-    sparse = [is_sparse(x) for x in leaves]
-    parts = [[x if of is kind else None for x, of in zip(leaves, sparse, strict=True)] for kind in (True, False)]
-    return tree.unflatten(spec, parts[0]), tree.unflatten(spec, parts[1])
+    sparse = tree.map(lambda x: x if is_sparse(x) else None, value)
+    return sparse, tree.masked(value, sparse, there=False)
 
 
 # The length of the message sent before sparse tensors: a digest of the tree, and the number of entries of each leaf.

@@ -20,7 +20,7 @@ from ltx.core.base import traced, tree
 from ltx.core.base.arguments import checked
 from ltx.core.base.containers import PLAIN, advice_for
 from ltx.core.base.errors import AxisError, TreeError, UnsupportedError
-from ltx.core.collectives.calls import in_graph_index, prepare_trace, traced_rank
+from ltx.core.collectives.calls import in_graph_index, known_rank, prepare_trace
 from ltx.core.collectives.psum import axis_size
 from ltx.typing import Tree
 
@@ -109,44 +109,34 @@ def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
                 [3, 4]])
     """
     size = axis_size(axis)
-    if traced.recording():
-        rank, name = traced_rank(prepare_trace(axis)), axis
-    else:
-        found = comm.resolve(axis)
-        name = found.name
-        rank = found.rank if isinstance(found.rank, int) else None
-
-    def mine(stacked: torch.Tensor) -> torch.Tensor:
-        return stacked.index_select(0, axis_index(axis).reshape(1)).squeeze(0)
+    rank, name = known_rank(axis), axis if traced.recording() else comm.resolve(axis).name
 
     def part(path: str, x: Any) -> Any:
+        parts: Sequence[Any]
         if isinstance(x, Records):
             if len(x.items) % size:
                 raise AxisError(
                     f"shard: {path!r} is a list of {len(x.items)} records, which can't be split into {size} equal "
                     f"parts, one for each rank of axis {name!r}. Drop the remainder."
                 )
-            length = len(x.items) // size
-            parts = [x.items[start : start + length] for start in range(0, len(x.items), length or 1)]
-            return parts[rank] if rank is not None else tree.map(chosen, *parts)
-        if not isinstance(x, torch.Tensor) or x.ndim == 0:
+            parts = [portion(x.items, size, each) for each in range(size)]
+        elif isinstance(x, torch.Tensor) and x.ndim:
+            if not -x.ndim <= dim < x.ndim or x.shape[dim] % size:
+                raise AxisError(
+                    f"shard: leaf {path!r} of shape {list(x.shape)} can't be split along dim {dim} into {size} equal "
+                    f"parts, one for each rank of axis {name!r}. Drop or pad the remainder. Processes can take unequal "
+                    "parts in place of this, ltx.share_out(batch); an ltx.Weighted step then counts each sample alike."
+                )
+            if not traced.recording():
+                tree.check_dense([x], x, f"shard: {path}")
+            parts = x.tensor_split(size, dim)
+        else:
             return x
-        if not -x.ndim <= dim < x.ndim or x.shape[dim] % size:
-            raise AxisError(
-                f"shard: leaf {path!r} of shape {list(x.shape)} can't be split along dim {dim} into {size} equal "
-                f"parts, one for each rank of axis {name!r}. Drop or pad the remainder. Processes can take unequal "
-                "parts in place of this, ltx.share_out(batch); an ltx.Weighted step then counts each sample alike."
-            )
-        if not traced.recording():
-            tree.check_dense([x], x, f"shard: {path}")
-        at, length = dim % x.ndim, x.shape[dim] // size
-        if rank is not None:
-            return x.narrow(at, rank * length, length)
-        return mine(x.unflatten(at, (size, length)).movedim(at, 0))
+        return parts[rank] if rank is not None else tree.map(chosen, *parts)
 
     def chosen(*parts: Any) -> Any:
         if all(isinstance(x, torch.Tensor) and x.shape == parts[0].shape for x in parts):
-            return mine(torch.stack(parts))
+            return torch.stack(parts).index_select(0, axis_index(axis).reshape(1)).squeeze(0)
         if any(isinstance(x, torch.Tensor) for x in parts) or any(x != parts[0] for x in parts):
             raise UnsupportedError(
                 "shard: the ranks of ltx.vmap have equal shapes and share all objects, and these records differ. Give "
@@ -184,16 +174,17 @@ def cells(batch: Tree) -> tuple[list[Any], Any]:
     return optree.tree_flatten(batch, is_records, namespace=tree.NAMESPACE)
 
 
+def portion(items: Sequence[Any], parts: int, part: int) -> Sequence[Any]:
+    """The `items` that ``torch.tensor_split`` would give to `part`."""
+    least, more = divmod(len(items), parts)
+    start = part * least + min(part, more)
+    return items[start : start + least + (part < more)]
+
+
 def cut(batch: Tree, parts: int, part: int) -> Tree:
-    """An opened batch whose tensors are cut already, with its records cut to match, as torch.tensor_split does."""
+    """An opened batch whose tensors are cut already, with its records cut to match."""
     found, spec = cells(batch)
-
-    def of(items: Sequence[Any]) -> Sequence[Any]:
-        least, more = divmod(len(items), parts)
-        start = part * least + min(part, more)
-        return items[start : start + least + (part < more)]
-
-    return tree.unflatten(spec, [of(x.items) if isinstance(x, Records) else x for x in found])
+    return tree.unflatten(spec, [portion(x.items, parts, part) if isinstance(x, Records) else x for x in found])
 
 
 def opened(batch: Tree, what: str, dim: int = 0) -> tuple[Tree, int | None]:
@@ -203,10 +194,8 @@ def opened(batch: Tree, what: str, dim: int = 0) -> tuple[Tree, int | None]:
     """
     tree.flatten(batch)  # registers containers of unknown types
     found, spec = optree.tree_flatten(batch, _is_cell, namespace=tree.NAMESPACE)
-    lengths: list[int] = []
+    lengths: set[int] = set()
     lists: dict[int, set[int]] = {}
-    records: list[int] = []
-    length: int | None = None
     for place, cell in enumerate(found):
         if advice := advice_for(cell):
             raise TreeError(
@@ -214,13 +203,10 @@ def opened(batch: Tree, what: str, dim: int = 0) -> tuple[Tree, int | None]:
                 f"together, and would be cut inside of samples. {advice}"
             )
         if isinstance(cell, torch.Tensor):
-            lengths += cell.shape[:1]
+            lengths.update(cell.shape[:1])
         elif type(cell) in (list, tuple):
             lists[place] = {x.shape[0] for x in tree.flatten(cell)[0] if isinstance(x, torch.Tensor) and x.ndim}
-    if dim == 0 and (lists or any(n != lengths[0] for n in lengths)):
-        length, records = _read(batch, found, set(lengths), lists, what)
-    elif dim == 0 and lengths:
-        length = lengths[0]
+    length, records = _read(batch, found, lengths, lists, what) if dim == 0 else (None, [])
     leaves: list[Any] = []
     for place, cell in enumerate(found):
         within = tree.flatten(cell)[0] if place in lists else [cell]

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 
 from ltx.core import comm
 from ltx.core.base import traced, tree
 from ltx.core.base.arguments import checked, shown
-from ltx.core.base.errors import AuthenticationError, AxisError, RankMismatchError, TreeError, UnsupportedError
+from ltx.core.base.errors import AuthenticationError, AxisError, TreeError, UnsupportedError
 from ltx.core.collectives.calls import check_dense, checked_index, collective, counted, movable, tensors_of
 from ltx.core.collectives.linear import apply
 from ltx.core.comm.operations import from_bytes
 from ltx.core.comm.pickling import dumps
-from ltx.core.comm.signature import Signature
 from ltx.core.ranks.axis import Axis
 from ltx.typing import Tree
 
@@ -71,13 +70,8 @@ def gather_all_tensors(tensor: torch.Tensor, axis: Any = None) -> list[torch.Ten
     heads = told("gather_all_tensors", header, found, signature)  # at every call
     shapes = [torch.Size(head[2 : 2 + head[0]]) for head in heads]
     if len({head[1] for head in heads}) > 1:
-        each = "; ".join(
-            f"rank {rank}: {tree.describe(torch.empty(shape, dtype=_DTYPES[head[1]], device='meta'))}"
-            for rank, (head, shape) in enumerate(zip(heads, shapes, strict=True))
-        )
-        raise RankMismatchError(
-            f"axis {found.name!r}: ranks disagree on gather_all_tensors: {each}. Shapes may differ: cast to one dtype."
-        )
+        given = comm.Signature.of("gather_all_tensors (shapes may differ: cast to one dtype)", ["tensor"], [tensor])
+        found.ranks.by_rank(given)  # raises on every rank
     agreed = comm.Agreement(signature, signature.fingerprint, None)
     moved = movable("all_gather", tensor)  # as bytes, if torch can't pad its dtype
     width = 1 if moved is tensor else tensor.itemsize
@@ -145,9 +139,11 @@ def _equal_splits(x: Any, dim: int, n: int) -> tuple[int, ...]:
     return tuple(length // n + (place < length % n) for place in range(n))
 
 
-def is_even(splits: Sequence[int] | str | None, axis: Any) -> bool:
-    """Whether `splits` is "infer" on simulated ranks, whose parts are equal."""
-    return splits == "infer" and not traced.recording() and bool(comm.resolve(axis).ranks.levels)
+def is_uneven(splits: Splits | None, what: str, axis: Any, tiled: bool) -> TypeGuard[Splits]:
+    """Whether a call with `splits` has parts of unequal lengths: not if "infer" is said to simulated ranks."""
+    if splits is not None and not tiled:
+        raise AxisError(f"{what}: splits= needs tiled=True: parts of unequal lengths can only be concatenated.")
+    return splits is not None and not (splits == "infer" and not traced.recording() and comm.resolve(axis).ranks.levels)
 
 
 def all_gather_uneven(value: Tree, axis: Any, dim: int, splits: Splits) -> Tree:
@@ -223,11 +219,25 @@ def _real(axis: Any, what: str, instead: str = "Leave splits out, or use process
     return found
 
 
-def dim_of(what: str, x: torch.Tensor, dim: int, name: str = "dim") -> int:
-    """`dim`, the argument `name` of the collective `what`, made nonnegative. Raises if it is out of range."""
-    if not -x.ndim <= dim < x.ndim:
-        raise AxisError(f"{what}: {name}={dim} is out of range for a tensor of shape {list(x.shape)}.")
-    return dim % x.ndim
+def dim_of(what: str, x: torch.Tensor, dim: int, name: str = "dim", more: int = 0) -> int:
+    """`dim`, the argument `name` of the collective `what`, made nonnegative. Raises if it is out of range, which is
+    that of `x` with so many `more` dimensions.
+    """
+    ndim = x.ndim + more
+    if not -ndim <= dim < ndim:
+        hint = " Stack 0-dim tensors with tiled=False." if ndim == 0 and what in ("all_gather", "gather") else ""
+        raise AxisError(f"{what}: {name}={dim} is out of range for a tensor of shape {list(x.shape)}.{hint}")
+    return dim % ndim
+
+
+def check_parts(what: str, x: torch.Tensor, dim: int, n: int, tiled: bool, fix: str) -> None:
+    """Raise unless dimension `dim` of `x` can be cut into n equal parts, or without `tiled` is n long."""
+    length = x.shape[dim]
+    if length % n if tiled else length != n:
+        raise AxisError(
+            f"{what}: dimension {dim} of a tensor of shape {list(x.shape)} must be "
+            f"{'a multiple of ' * tiled}{n}, got {length}. {fix}"
+        )
 
 
 def padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
@@ -366,7 +376,7 @@ def _objects(what: str, obj: T, axis: Any, src: int | None = None) -> list[T]:
                 failed = failed or said.encode()
     # If one rank alone raised, the others would go on without it.
     note = f"{what} (whether all could be unpickled)"
-    if any(any(row) for row in found.ranks.tell(note, [len(failed)], lambda: Signature(note, ()), lambda: note)):
+    if any(any(row) for row in found.ranks.tell(note, [len(failed)], lambda: comm.Signature(note, ()), lambda: note)):
         texts = [text.decode() for text, _ in found.ranks.objects(f"{what} (what couldn't)", lambda: (failed, True))]
         raise TypeError(
             f"{what}: {'; '.join(filter(None, texts))}. A class is imported by its module's name: all ranks need the "

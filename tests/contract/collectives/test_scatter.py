@@ -184,7 +184,7 @@ def test_untiled(ranks: Ranks, n: int, split: int, concat: int, seed: int) -> No
 def test_untiled_wants_one_part_a_rank() -> None:
     with pytest.raises(AxisError, match=r"tiled=False: dimension 0 of a tensor of shape \[4\] must be 2, got 4"):
         ltx.vmap(lambda x: ltx.all_to_all(x, 0, 0, tiled=False))(torch.ones(2, 4))
-    refuses(AxisError, "need tiled=True", ltx.all_to_all, torch.ones(1), 0, 0, tiled=False, splits=[1])
+    refuses(AxisError, "needs tiled=True", ltx.all_to_all, torch.ones(1), 0, 0, tiled=False, splits=[1])
     refuses(AxisError, "split_dim=2 is out of range", ltx.all_to_all, torch.ones(1), 2, 0, tiled=False)
 
 
