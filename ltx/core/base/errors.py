@@ -243,7 +243,3 @@ def message_of(error: BaseException) -> str:
 def said_of(why: BaseException | str) -> str:
     """What peers are told of an error: the first cause, so that an error that goes from rank to rank doesn't nest."""
     return getattr(why, "told", "") or (why if isinstance(why, str) else f"{type(why).__name__}: {message_of(why)}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
