@@ -24,18 +24,13 @@ class Need(NamedTuple):
     error: Kind = StrategyError
 
 
-def _never(part: str) -> bool:
-    """`part` can never offer what the row needs."""
-    return False
-
-
 def _updates(optimizer: Any) -> bool:
     """Whether it updates parameters from gradients, with any strategy."""
     return optimizer.offers.moves_params is not False and optimizer.offers.strategy is None
 
 
 def _found(part: Any, offers: Any = False) -> bool:
-    """The caller has found whether `part` offers it."""
+    """What the caller has found; without that, `part` can never offer what the row needs."""
     return bool(offers)
 
 
@@ -114,7 +109,7 @@ TABLE = {
     "overlap, optimizer": Need(
         'overlap="update"', "an update of each parameter by itself", lambda x: x.offers.leafwise, _WAIT
     ),
-    "guard, overlap": Need("a guard or dynamic loss scale", "all gradients before the optimizer runs", _never, _WAIT),
+    "guard, overlap": Need("a guard or dynamic loss scale", "all gradients before the optimizer runs", _found, _WAIT),
     "check_every, strategy": Need(
         "check_every", "parameters alike on all ranks", lambda x: x.layout.params == "replicated", "leave it out"
     ),
@@ -137,7 +132,7 @@ TABLE = {
         f"run the first steps eagerly until the reduction no longer changes, or {_INSIDE}",
     ),
     "guard, graph": _unsupported(
-        'guard="raise" or max_skipped', "the gradients' values", _never, f'use guard="skip" alone, or {_INSIDE}'
+        'guard="raise" or max_skipped', "the gradients' values", _found, f'use guard="skip" alone, or {_INSIDE}'
     ),
     "guard in a graph, strategy": _unsupported(
         "a check of gradients in a compiled graph", "equal gradients on all ranks", _found, _INSIDE
