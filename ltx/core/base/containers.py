@@ -60,12 +60,11 @@ def _opened(cls: type, of_torch: bool) -> bool:
     if not (of_torch or issubclass(cls, Mapping) or dataclasses.is_dataclass(cls)):
         return False
     if optree.register_pytree_node.get(cls, namespace=NAMESPACE) is None:
-        if of_torch:
-            optree.register_pytree_node(cls, _torch_parts, _torch_whole, namespace=NAMESPACE)  # type: ignore[arg-type]
-            return True
-        parts = _mapping_parts if issubclass(cls, Mapping) else _dataclass_parts
-        whole = _mapping_whole if issubclass(cls, Mapping) else _dataclass_whole
-        optree.register_pytree_node(cls, parts, whole, namespace=NAMESPACE)  # type: ignore[arg-type]
+        of_mapping = (
+            (_mapping_parts, _mapping_whole) if issubclass(cls, Mapping) else (_dataclass_parts, _dataclass_whole)
+        )
+        functions: Any = (_torch_parts, _torch_whole) if of_torch else of_mapping
+        optree.register_pytree_node(cls, *functions, namespace=NAMESPACE)  # type: ignore[arg-type]
     return True
 
 
@@ -82,15 +81,18 @@ def open_in_graph(cls: type) -> None:
 
 @dataclasses.dataclass(eq=False)
 class _Rest:
-    """What an instance holds besides its children. Structures that differ in nothing else are equal."""
+    """What an instance holds besides its children. Structures that differ in nothing but these are equal."""
 
-    order: tuple[Any, ...]  # of a mapping's keys, as they were put in
+    order: tuple[
+        Any, ...
+    ]  # of a mapping's keys, as they were put in; of a node of torch's pytree, its children's places
     attributes: dict[str, Any]
     mirrored: tuple[Any, ...] = ()  # keys that are attributes too
     itself: bool = False  # the mapping is its own __dict__, as in many classes with attribute access
+    context: Any = None  # torch's pytree's, which alone makes a difference, and needn't be hashable
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Rest)
+        return isinstance(other, _Rest) and bool(self.context == other.context)
 
     def __hash__(self) -> int:
         return 0
@@ -148,19 +150,6 @@ def _dataclass_whole(static: Any, children: Sequence[Any]) -> Any:
     return node
 
 
-class _Context:
-    """What torch's pytree keeps of a node besides its children; `order` are their places, sorted by name."""
-
-    def __init__(self, cls: type, order: tuple[int, ...], context: Any):
-        self.cls, self.order, self.context = cls, order, context
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Context) and self.cls is other.cls and bool(self.context == other.context)
-
-    def __hash__(self) -> int:
-        return hash(self.cls)
-
-
 def _torch_parts(node: Any) -> tuple[list[Any], Any, tuple[str, ...]]:
     """A node of a class that is registered with torch's pytree: its children, sorted by name if they have names."""
     rule = private.torch_pytree.SUPPORTED_NODES[type(node)]
@@ -172,13 +161,15 @@ def _torch_parts(node: Any) -> tuple[list[Any], Any, tuple[str, ...]]:
         names = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in keys]
         if all(isinstance(key, private.torch_pytree.MappingKey) for key in keys):
             order.sort(key=names.__getitem__)
-    return [children[i] for i in order], _Context(type(node), tuple(order), context), tuple(names[i] for i in order)
+    static = type(node), _Rest(tuple(order), {}, context=context)
+    return [children[i] for i in order], static, tuple(names[i] for i in order)
 
 
 def _torch_whole(static: Any, children: Sequence[Any]) -> Any:
-    given = dict(zip(static.order, children, strict=True))
-    rule = private.torch_pytree.SUPPORTED_NODES[static.cls]
-    return rule.unflatten_fn([given[place] for place in range(len(given))], static.context)
+    cls, rest = static
+    given = dict(zip(rest.order, children, strict=True))
+    rule = private.torch_pytree.SUPPORTED_NODES[cls]
+    return rule.unflatten_fn([given[place] for place in range(len(given))], rest.context)
 
 
 def _mapping_parts(node: Any) -> tuple[list[Any], Any, tuple[Any, ...]]:
