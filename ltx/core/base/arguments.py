@@ -72,13 +72,12 @@ def checked(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             """The arguments by position, those of JAX's names, what `names` must be, and how a call is written."""
             parameters = inspect.signature(inner).parameters
             places = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-            annotations = {name: parameters[name].annotation for name in names}
-            found = {name: (_test_of(wanted, inner.__globals__), wanted) for name, wanted in annotations.items()}
+            found = {name: _test_of(parameters[name].annotation, inner.__globals__) for name in names}
             by_name = [f"{p.name}=" for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
             by_name += [f"**{p.name}" for p in parameters.values() if p.kind is p.VAR_KEYWORD]
             call = f"{called}({', '.join([*places, *by_name])})."
             of_jax = {name for name, here in _JAX.items() if here in places or f" {here}=" in call}
-            wanted = {name: (test, kind) for name, (test, kind) in found.items() if test is not None}
+            wanted = {name: (test, parameters[name].annotation) for name, test in found.items() if test is not None}
             return places, of_jax, wanted, call
 
         @functools.wraps(fn)
@@ -298,8 +297,6 @@ def brief(value: Any, how: Callable[[Any], str] = repr) -> str:
 
 def _test_of(annotation: Any, names: dict[str, Any]) -> Test | None:
     """What tells values of an annotation from others; None where it allows everything, or can't be told."""
-    if annotation is inspect.Parameter.empty:
-        return None
     if isinstance(annotation, str):
         try:
             annotation = eval(annotation, names)
@@ -308,8 +305,7 @@ def _test_of(annotation: Any, names: dict[str, Any]) -> Test | None:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (Union, types.UnionType):
         found = [_test_of(part, names) for part in arguments]
-        alternatives = [test for test in found if test is not None]
-        return None if len(alternatives) < len(found) else lambda x: any(test(x) for test in alternatives)
+        return None if None in found else lambda x: any(test(x) for test in found if test)
     if origin is Literal:
         return lambda x: isinstance(x, str) and x in arguments
     if origin is type:
@@ -350,6 +346,7 @@ def is_number(x: Any) -> bool:
 
 
 _TESTS: dict[Any, Test | None] = {
+    inspect.Parameter.empty: None,
     Any: None,
     object: None,
     None: lambda x: x is None,
