@@ -208,9 +208,6 @@ class Unless(Optimizer):
     def apply(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
         return chosen(self.skip.logical_not(), self.optimizer.apply(grads, state, params), (params, state))
 
-    def leaf_states(self, state: Tree, params: Tree) -> LeafStates:
-        return self.optimizer.leaf_states(state, params)
-
     def update_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: Tree) -> Tensors | None:
         gives_gradients = self.offers.moves_params is False
         written = [*(() if gives_gradients else params), *(x for own in states for x in own.values())]
