@@ -200,10 +200,8 @@ def grad_norm(state: Tree) -> Tensor | None:
     >>> grad_norm({"matrices": ClipState(torch.tensor(3.0)), "rest": (ClipState(torch.tensor(4.0)), ())})
     tensor(5.)
     """
-    if not all_of(state, ClipState):
-        return None
-    first, *_ = (node for node in all_of(state, ClipState, dict) if all_of(node, ClipState))
-    if isinstance(first, ClipState):
-        return first.norm
+    first = next((node for node in all_of(state, ClipState, dict) if all_of(node, ClipState)), None)
+    if first is None or isinstance(first, ClipState):
+        return first and first.norm
     norms = [grad_norm(group) for group in first.values()]
     return None if any(norm is None for norm in norms) else global_norm([norm for norm in norms if norm is not None])
