@@ -11,10 +11,9 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from ltx.core.base import private, traced
+from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import brief, checked, name_of
 from ltx.core.base.errors import OptimError
-from ltx.core.base.tree import check_tensors, flatten, leaf_paths, unshared
 from ltx.core.optim.base import LeafStates, Optimizer, OptimizerOffers, Tensors, advanced, times_lr, unless
 from ltx.typing import Tree
 
@@ -47,13 +46,13 @@ class LeafTransform(Optimizer):
         return ()
 
     def update(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
-        check_tensors(grads, "grads")
-        leaves, spec = flatten(grads)
+        tree.check_tensors(grads, "grads")
+        leaves, spec = tree.flatten(grads)
         updates = self.update_leaves(leaves, self.leaf_states(state, grads), leaves, state)
         return spec.unflatten(updates), advanced(state)
 
     def leaf_states(self, state: Tree, params: Tree) -> LeafStates:
-        return [{} for _ in flatten(params)[0]]
+        return [{} for _ in tree.flatten(params)[0]]
 
 
 @dataclass(frozen=True, repr=False)
@@ -217,11 +216,11 @@ class FunctionPair(Optimizer):
 
     def init(self, params: Tree) -> Tree:
         state = self.init_fn(params)
-        for place, x in enumerate(flatten(state)[0]):
+        for place, x in enumerate(tree.flatten(state)[0]):
             if not isinstance(x, Tensor):
                 raise OptimError(
-                    f"{self!r}: init's state has {brief(x)} at {leaf_paths(state)[place]!r}, and a state is a tree of "
-                    "tensors: write torch.tensor(0.0) for a number; for a function or a text close over it."
+                    f"{self!r}: init's state has {brief(x)} at {tree.leaf_paths(state)[place]!r}, and a state is a "
+                    "tree of tensors: write torch.tensor(0.0) for a number; for a function or a text close over it."
                 )
         return self._apart(state, params)
 
@@ -239,7 +238,7 @@ class FunctionPair(Optimizer):
     @staticmethod
     def _apart(state: Tree, params: Tree) -> Tree:
         """`state`, with copies of tensors that are parameters, which steps write to: ``init=lambda params: params``."""
-        return state if traced.recording() or private.in_transform() else unshared(state, params)
+        return state if traced.recording() or private.in_transform() else tree.unshared(state, params)
 
     def __repr__(self) -> str:
         names = (name_of(fn) for fn in (self.init_fn, self.update_fn))

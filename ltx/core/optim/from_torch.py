@@ -14,24 +14,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ltx.core.base import private, traced
+from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import checked
 from ltx.core.base.errors import OptimError, UnsupportedError
-from ltx.core.base.tree import check_tensors, flatten, leaf_paths
 from ltx.core.gradients.planning import any_derivative
-from ltx.core.optim.base import (
-    LeafStates,
-    OptimizerOffers,
-    Rate,
-    Tensors,
-    TorchState,
-    check_grads,
-    check_state,
-    donated,
-    leaves_like,
-)
-from ltx.core.optim.kernel import Kernel, build, fusable, run_aligned, run_pure, side_by_side, spread
-from ltx.core.optim.torch_class import ClassOptimizer, Hyperparameter, check_grad_layouts, check_params
+from ltx.core.optim.base import LeafStates, OptimizerOffers, Tensors, TorchState, check_state, donated, leaves_like
+from ltx.core.optim.kernel import Kernel, build, fusable, run_aligned, run_pure, side_by_side, spread, unpacked
+from ltx.core.optim.torch_class import ClassOptimizer, Hyperparameter, check_class_grads, check_params
 from ltx.typing import Tree
 
 _ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
@@ -73,8 +62,8 @@ class TorchOptimizer(ClassOptimizer):
         return None if fixed is None else replace(self, lr=fixed * factor)
 
     def init(self, params: Tree) -> TorchState:
-        check_tensors(params, "params")
-        leaves, spec = flatten(params)
+        tree.check_tensors(params, "params")
+        leaves, spec = tree.flatten(params)
         fused = self._fused(leaves)
         check_params(self.cls, params, fused if self.kwargs.get("fused") else None)
         hyper = self._hyper
@@ -88,11 +77,10 @@ class TorchOptimizer(ClassOptimizer):
 
     @checked("donate")
     def apply(self, grads: Tree, state: TorchState, params: Tree, *, donate: bool = False) -> tuple[Tree, TorchState]:
-        leaves, spec = flatten(params)
+        leaves, spec = tree.flatten(params)
         grad_leaves = leaves_like(spec, grads, "grads")
         states = self._per_param(state, spec)
-        check_grads(grad_leaves, leaves, params)
-        check_grad_layouts(self.cls, grad_leaves, params)
+        check_class_grads(self.cls, grad_leaves, leaves, params)
         if (self._varying or self.start_step) and traced.recording():
             _prepare_trace(self)  # refuses it
         if self.start_step and state.count < self.start_step:  # a graph mustn't ask for the count
@@ -146,15 +134,13 @@ class TorchOptimizer(ClassOptimizer):
     def _in_graph(self, grads: Tensors, states: LeafStates, params: Tensors) -> tuple[Tensors, LeafStates]:
         names = tuple(tuple(state) for state in states)
         flat = [t for state in states for t in state.values()]
-        rest = iter(apply_in_graph(_prepare_trace(self), names, *grads, *params, *flat))
-        return [next(rest) for _ in params], [{name: next(rest) for name in held} for held in names]
+        return unpacked(apply_in_graph(_prepare_trace(self), names, *grads, *params, *flat), names)
 
     def leaf_states(self, state: TorchState, params: Tree) -> LeafStates:
-        return self._per_param(state, flatten(params)[1])
+        return self._per_param(state, tree.flatten(params)[1])
 
     def update_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: TorchState) -> None:
-        check_grads(grads, params)
-        check_grad_layouts(self.cls, grads)
+        check_class_grads(self.cls, grads, params)
         if self.start_step and state.count < self.start_step:  # a graph mustn't ask for the count
             return
         values = self._values(state.count, state.hyper)
@@ -210,7 +196,7 @@ class TorchOptimizer(ClassOptimizer):
         check_state(self, state, TorchState)
         states = leaves_like(spec, state.per_param, "the optimizer's state")
         if type(None) in (kinds := [*map(type, states)]):
-            path = leaf_paths(spec.unflatten([*range(len(states))]))[kinds.index(type(None))]
+            path = tree.leaf_paths(spec.unflatten([*range(len(states))]))[kinds.index(type(None))]
             raise OptimError(
                 f"{self}: the state has nothing for {path!r}, which was frozen when it was made. A train state for"
                 " what is trained now is train_step(...).adopt(state), which begins anew what that lacks."
@@ -224,7 +210,7 @@ class TorchOptimizer(ClassOptimizer):
             return [own if type(own) is dict else {name: own[name] for name in own.keys()} for own in states]  # noqa: SIM118
         return states
 
-    def _traced(self, lr: Rate | None, count: int) -> Tensor | None:
+    def _traced(self, lr: float | Tensor | None, count: int) -> Tensor | None:
         """The learning rate if it is differentiated or batched, which most classes would cut to a number; else None."""
         if not isinstance(lr, Tensor) or traced.recording():
             return None
@@ -267,10 +253,8 @@ def apply_in_graph(key: str, names: tuple[tuple[str, ...], ...], *tensors: Tenso
     traced_in_lists = traced.recording() and not private.in_transform()
     if traced_in_lists and traced.only_asked_for_shapes():
         return tuple(map(torch.empty_like, tensors[count:]))
-    rest = iter(tensors[2 * count :])
-    states = [{name: next(rest) for name in held} for held in names]
-    grads = tensors[:count]
-    params = [spread(x, grad) for x, grad in zip(tensors[count : 2 * count], grads, strict=True)]
+    grads, (params, states) = tensors[:count], unpacked(tensors[count:], names)
+    params = [spread(x, grad) for x, grad in zip(params, grads, strict=True)]
     # Bias corrections are ``beta ** step``. This path computes them in the dtype of `step`; torch's others use float64.
     news = [
         {name: x.double() if name == "step" else spread(x, grad) for name, x in state.items()}

@@ -261,10 +261,8 @@ def build(cls: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any]) 
     group = {key: value for key, value in shell.param_groups[0].items() if key != "params"}
     kernel = Kernel(shell, group, inspect.unwrap(cls.step))
     # A step of its own may look at all parameters, and a constructor make groups by their shapes.
-    own = map(
-        inspect.unwrap, [getattr(cls, name, cls) for name in ("step", "_init_group", "__init__", "add_param_group")]
-    )
-    torchs = [getattr(each, "__module__", "") for each in own]
+    own = [getattr(cls, name, cls) for name in ("step", "_init_group", "__init__", "add_param_group")]
+    torchs = [getattr(inspect.unwrap(each), "__module__", "") for each in own]
     hooked = shell._optimizer_step_pre_hooks or shell._optimizer_step_post_hooks
     if hooked or len(shell.param_groups) > 1 or not all(module.startswith("torch.optim") for module in torchs):
         raise NotGatheredError(f"{cls.__name__} has a step, hooks or groups of its own.")
@@ -326,7 +324,7 @@ def run_pure(rule: Rule, grads: Tensors, states: LeafStates, params: Tensors) ->
     outermost = max(filter(private.is_wrapped, flat), key=private.level_of, default=None)
     if outermost is not None and private.is_batched(outermost):
         keys = [tuple(state) for state in states]
-        return _unflatten(_PerExample.apply(rule, keys, *flat), keys)  # type: ignore[no-untyped-call]
+        return unpacked(_PerExample.apply(rule, keys, *flat), keys)  # type: ignore[no-untyped-call]
     differentiable = outermost is not None or any_derivative(flat)
     with torch.set_grad_enabled(torch.is_grad_enabled() and differentiable):
         leaves = list(zip(grads, states, params, strict=True))
@@ -372,7 +370,7 @@ class _PerExample(torch.autograd.Function):
         leaves = len(keys)
         grads, states, params = Tensors(), LeafStates(), Tensors()
         for example in zip(*slices, strict=True):
-            its_params, its_states = _unflatten(example[leaves:], keys)
+            its_params, its_states = unpacked(example[leaves:], keys)
             grads.extend(example[:leaves])
             states.extend(its_states)
             params.extend(its_params)
@@ -383,6 +381,7 @@ class _PerExample(torch.autograd.Function):
         return tuple(stacked), (0,) * len(stacked)
 
 
-def _unflatten(flat: Sequence[Tensor], keys: list[tuple[str, ...]]) -> tuple[Tensors, LeafStates]:
+def unpacked(flat: Sequence[Tensor], keys: Sequence[tuple[str, ...]]) -> tuple[Tensors, LeafStates]:
+    """(parameters, states) from ``(*parameters, *states)``; `keys` are those of each parameter's state."""
     rest = iter(flat[len(keys) :])
     return list(flat[: len(keys)]), [{name: next(rest) for name in names} for names in keys]

@@ -24,7 +24,7 @@ from ltx.core.base.arguments import brief, checked, whole
 from ltx.core.base.errors import OptimError
 from ltx.core.base.tree import describe, flatten
 from ltx.core.gradients.planning import any_derivative
-from ltx.core.optim.base import Optimizer, TorchState, differentiated, leaf_name
+from ltx.core.optim.base import Optimizer, TorchState, check_grads, differentiated, leaf_name
 from ltx.typing import Tree
 
 _REAL_ONLY = (torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam)
@@ -99,10 +99,9 @@ class ClassOptimizer(Optimizer):
         copies = spec.unflatten([leaf.clone() for leaf in leaves]) if donate else params
         new_params, new_state = self.apply(grads, state, copies, donate=donate)
         news = flatten(new_params)[0]
-        if differentiated(news, leaves):
-            return spec.unflatten([new - old for new, old in zip(news, leaves, strict=True)]), new_state
         # Nobody else holds `news`, so they can be overwritten.
-        return spec.unflatten([new.sub_(old) for new, old in zip(news, leaves, strict=True)]), new_state
+        minus = Tensor.sub if differentiated(news, leaves) else Tensor.sub_
+        return spec.unflatten(map(minus, news, leaves)), new_state
 
     def __reduce__(self) -> Any:
         given = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
@@ -221,8 +220,9 @@ def check_params(cls: type, params: Tree, fused: Sequence[bool] | None) -> None:
             raise OptimError(f"from_torch({cls.__name__}): {leaf_name(params, index)} is {describe(param)}: {problem}.")
 
 
-def check_grad_layouts(cls: type, grads: Sequence[Tensor | None], params: Tree = None) -> None:
-    """Raise for sparse gradients if the class takes dense ones, and for dense gradients if it takes sparse ones."""
+def check_class_grads(cls: type, grads: Sequence[Tensor | None], params: Sequence[Tensor], tree: Tree = None) -> None:
+    """:func:`check_grads`; raise for sparse gradients if the class takes dense ones, and the other way round too."""
+    check_grads(grads, params, tree)
     wants_sparse = issubclass(cls, torch.optim.SparseAdam)
     sparse = [*map(getattr, grads, repeat("is_sparse"), repeat(wants_sparse))]  # a gradient of None is allowed
     if (not wants_sparse) not in sparse or (not wants_sparse and issubclass(cls, _TAKE_SPARSE_GRADS)):
@@ -230,5 +230,5 @@ def check_grad_layouts(cls: type, grads: Sequence[Tensor | None], params: Tree =
     problem = f"is sparse, but {cls.__name__} takes dense ones only: use SparseAdam, SGD or Adagrad"
     if wants_sparse:
         problem = "is dense, but SparseAdam takes sparse gradients only: use Adam"
-    name = leaf_name(params, sparse.index(not wants_sparse))
+    name = leaf_name(tree, sparse.index(not wants_sparse))
     raise OptimError(f"from_torch({cls.__name__}): the gradient of {name} {problem}.")
