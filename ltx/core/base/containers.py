@@ -46,14 +46,13 @@ _WHOLE = {
 
 
 def opened(cls: type) -> bool:
-    """Whether instances of `cls` are nodes, from this call on: mappings, dataclasses, and nodes of torch's own pytree;
-    not ltx's own classes, nor modules, whose parameters go by another way.
-    """
+    """Whether instances of `cls` are nodes, from this call on: mappings, dataclasses, nodes of torch's own pytree."""
     return _opened(cls, cls in private.torch_pytree.SUPPORTED_NODES)
 
 
 @cast(Callable[[Callable[[type, bool], bool]], Callable[[type, bool], bool]], functools.cache)
 def _opened(cls: type, of_torch: bool) -> bool:
+    # a module's parameters go by another way
     if cls.__module__.split(".")[0] == "ltx" or issubclass(cls, torch.nn.Module | torch.Tensor):
         return False
     of_torch = of_torch and not (_is_refilled(cls) or dataclasses.is_dataclass(cls))
@@ -70,9 +69,7 @@ def _opened(cls: type, of_torch: bool) -> bool:
 
 @at_trace_time
 def open_in_graph(cls: type) -> None:
-    """Open `cls`, found as a leaf by Dynamo, if it is one that is opened: Dynamo, which reads optree's registry once a
-    trace, begins its trace again then.
-    """
+    """Open `cls`, found as a leaf by Dynamo, which reads optree's registry once a trace, and so begins again."""
     if opened(cls):
         from torch._dynamo.exc import UnspecializeRestartAnalysis  # it takes 1.5 s, and is here if Dynamo traces
 
@@ -110,9 +107,7 @@ def sorted_keys(mapping: Mapping[Any, Any]) -> list[Any]:
 
 
 def _dataclass_parts(node: Any) -> tuple[list[Any], Any, tuple[str, ...]]:
-    """All attributes, fields first, are children, but not what a cached property keeps: whether it was read differs
-    between ranks, and a new node, which is made of others without its `__init__`, computes its own.
-    """
+    """All attributes, fields first, are children, but no cached property, which ranks may not all have read."""
     names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
     others = [name for name in _attributes(node) if name not in names]
     if others:

@@ -102,9 +102,7 @@ _PLAIN_DISPATCH = _of_torch("torch._C:_disabled_torch_dispatch_impl")
 
 
 def has_memory(x: torch.Tensor) -> bool:
-    """Whether the numbers of `x` lie in memory as they are: torch's efficient zeros don't, nor do lazy conjugates and
-    negatives, nor tensors of a class that dispatches itself.
-    """
+    """Whether the numbers of `x` lie in memory as they are: those of lazy zeros, conjugates and negatives don't."""
     of_torch = type(x).__torch_dispatch__ is _PLAIN_DISPATCH
     return of_torch and not (x._is_zerotensor() or x.is_conj() or x.is_neg())
 

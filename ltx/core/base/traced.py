@@ -88,9 +88,7 @@ def _said_to_compile(fn: Any) -> Any:
 
 
 def at_trace_time(fn: F) -> F:
-    """Decorate a function that Dynamo runs while it traces. Its result becomes a constant of the graph. Its errors
-    reach the user, while Dynamo hides errors that other traced code raises.
-    """
+    """Decorate a function that Dynamo runs while it traces: a constant of the graph. Its errors reach the user."""
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn if TORCH >= "2.12" else _by_address(fn)
 
@@ -103,9 +101,8 @@ _GIVEN_UP = (
 
 
 def whole(fn: F) -> F:
-    """Decorate a function that Dynamo must trace as a whole or not at all: a graph break inside `fn` raises, since the
-    untraced rest would run as if it were being traced. If Dynamo isn't tracing `fn` itself (it gives up after an
-    exception), it doesn't trace what `fn` calls either.
+    """Decorate a function that Dynamo must trace as a whole or not at all, with what it calls: a graph break inside
+    raises, since the untraced rest would run as if it were being traced.
     """
 
     @wraps(fn)
@@ -129,9 +126,7 @@ _CONSTANTS = (bool, int, float, str, tuple, type, torch.dtype, torch.device)
 
 
 def _by_address(fn: Any) -> Any:
-    """`fn` for torch before 2.12, whose Dynamo passes only constants to a function that runs at trace time: others are
-    passed as addresses, and Dynamo guards the graph on each object's ``id``.
-    """
+    """`fn` for torch before 2.12, whose Dynamo passes it only constants: other objects go as addresses, their ids."""
 
     def at_addresses(places: tuple[int, ...], *values: Any) -> Any:
         # The addresses are valid, because Dynamo keeps the objects alive while it traces.
@@ -151,9 +146,7 @@ def _by_address(fn: Any) -> Any:
 
 @at_trace_time
 def trace_dicts() -> None:
-    """Let Dynamo trace how optree flattens a dict that holds no tensors, such as an empty one: by default it runs
-    optree's functions as constants, and can't put the keys in their result into a graph.
-    """
+    """Let Dynamo trace how optree flattens a dict without tensors: as constants, its keys wouldn't get into a graph."""
     for fn in private.optree_of_dicts():
         fn.__torch_dynamo_can_constant_fold_through__ = False
 

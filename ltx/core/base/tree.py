@@ -134,11 +134,7 @@ def leaf_paths(tree: Tree, with_none: bool = False, is_leaf: Callable[[Any], boo
 
 
 def paths_of(spec: Any) -> tuple[str, ...]:
-    """The :func:`leaf_paths` of trees with the structure `spec`.
-
-    >>> paths_of(flatten([1, (2, 3)])[1])
-    ('0', '1.0', '1.1')
-    """
+    """The :func:`leaf_paths` of trees with the structure `spec`."""
     return _written(tuple(spec.paths()))
 
 
@@ -177,10 +173,8 @@ def wanted(
 
 
 def insertion_order(tree: Tree) -> list[int]:
-    """The indices of the leaves (in :func:`flatten`'s order), sorted by insertion into the dicts.
-
-    ``named_parameters()`` lists parameters about in the order of the forward pass, and gradients arrive in the reverse
-    of this order; sorted keys lose it.
+    """The indices of the leaves (in :func:`flatten`'s order), sorted by insertion into the dicts: about that of the
+    forward pass for ``named_parameters()``, in whose reverse gradients arrive.
 
     >>> insertion_order({"wte": 0, "block": {"b": 0, "a": 0}})
     [2, 1, 0]

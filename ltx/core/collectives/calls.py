@@ -192,15 +192,14 @@ def refuse_leaves(
 def negotiate_tree(
     name: str, value: Tree, leaves: list[Any], spec: Any, groups: list[Static], axis: Axis, moved: Tensors = ()
 ) -> None:
-    """Let ranks compare a collective of a tree, with its paths. `moved`: the tensors to be sent, if not the leaves.
-    Functions compare each tensor again, since collectives of derivatives have no tree.
-    """
+    """Let ranks compare a collective of a tree, with its paths. `moved`: the tensors to be sent, if not the leaves."""
     arguments = f"arguments {sorted(set(groups))}" if any(groups) else ""
     agreed = axis.ranks.confirm(
         # Signatures have paths only, so a list on one rank and a tuple on another are the same call.
         lambda: (name, tree.spec_paths(spec), tuple([(x.shape, x.dtype) for x in leaves]), tuple(groups)),
         lambda: comm.Signature.of(name, tree.leaf_paths(value), leaves, arguments),
     )
+    # Functions compare each tensor again, since collectives of derivatives have no tree.
     axis.ranks.agree((comm.key_of(name, x, group) for x, group in zip(moved or leaves, groups, strict=True)), agreed)
 
 

@@ -56,11 +56,10 @@ def entered(rule: Rule | str) -> str:
 
 
 class Function(torch.autograd.Function):
-    """torch's Function with a faster ``apply``: torch's inspects forward's signature at each call (50 µs), up to torch
-    2.13 in ``Function.apply``, from 2.14 on where ``setup_context`` is apart from ``forward``. So what runs outside of
-    ``torch.func`` is one function of both, `_plain`. Two faults of forward mode are mended: torch turns it off while it
-    runs a ``jvp``, which would lose an outer level's tangents of the tangents; and outside of torch.func it refuses a
-    tangent that isn't a view where the output is one.
+    """torch's Function with a faster ``apply``: torch's inspects forward's signature at each call (50 µs), from 2.14 on
+    where ``setup_context`` is apart, so `_plain`, for calls outside of ``torch.func``, is both. Two faults of forward
+    mode are mended: torch turns it off in a ``jvp``, where an outer level's tangents of tangents would be lost; and
+    outside of torch.func it refuses a tangent that isn't a view where the output is one.
     """
 
     _recorded: _Recorded
@@ -127,9 +126,9 @@ def _in_one_level(name: str, forward: Callable[..., Any], backward: Callable[...
 
 
 class _Recorded:
-    """The rule of one of :class:`Function`'s subclasses at a level of ``torch.func.grad``, which records it; it runs
-    below the level. torch's ``custom_function_call_grad`` does the same on trees, flattened eight times.
-    """
+    """The rule of a :class:`Function` at a level of ``torch.func.grad``, which records it; it runs below the level."""
+
+    # torch's ``custom_function_call_grad`` does the same on trees, flattened eight times.
 
     def __init__(self, cls: type[Function]):
         self._cls = cls
@@ -184,9 +183,8 @@ def _batched_anew(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 
 class Linear(Function):
-    """``Linear.apply(rule name, static, axis, compiled, index, *tensors)``: the collective of each tensor. `index`, the
-    rank's on a simulated axis, else None, has functorch call the vmap rule at the axis' own level, even for tensors
-    that are the same on every rank.
+    """The collective of each tensor. `index`, the rank's on a simulated axis, else None, has functorch call the vmap
+    rule at the axis' own level, even for tensors that are the same on every rank.
     """
 
     @staticmethod

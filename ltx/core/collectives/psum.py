@@ -368,9 +368,8 @@ _HEADER = 32
 
 
 def psum_sparse(name: str, whole: Tree, value: Tree, axis: Any) -> Tree:
-    """The sums over ranks of the COO tensors of `value`, coalesced; differentiable with respect to the values. Each
-    rank sends its entries n - 1 times, so this pays if few are set. Ranks compare the tree `whole`, the argument of
-    `name`, at each call: the first message has its digest.
+    """The sums over ranks of the COO tensors of `value`, coalesced; differentiable with respect to the values. Ranks
+    compare the tree `whole`, the argument of `name`, at each call: the first message has its digest.
     """
     found = comm.resolve(axis)
     if private.in_transform():

@@ -188,9 +188,8 @@ def cut(batch: Tree, parts: int, part: int) -> Tree:
 
 
 def opened(batch: Tree, what: str, dim: int = 0) -> tuple[Tree, int | None]:
-    """(`batch` with its lists of records as :class:`Records`, the batch's length, or None if it has no such length).
-    `what` is going to cut it along `dim`; along others than 0 tensors have any lengths, and no list is cut. Raises
-    TreeError: lengths differ, a list may be one of records or of fields, or a leaf can't be cut.
+    """(`batch` with its lists of records as :class:`Records`, the batch's length, or None if it has no such length), as
+    `what` is going to cut it along `dim`. Along others than 0 tensors have any lengths, and no list is cut.
     """
     tree.flatten(batch)  # registers containers of unknown types
     found, spec = optree.tree_flatten(batch, _is_cell, namespace=tree.NAMESPACE)

@@ -245,9 +245,7 @@ def padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
 
 
 def _misfit(what: str, value: Tree, dim: int, splits: Lengths, axis: Axis, of_part: bool = False) -> AxisError | None:
-    """The error in this rank's splits, or in its tensors, which must be as long along `dim` as all splits together,
-    with `of_part` as this rank's split; None if they fit.
-    """
+    """The error in this rank's splits, or in its tensors, as long as all, or with `of_part` as its own; or None."""
     leaves, here = tree.flatten(value)[0], int(axis.rank)
     tree.check_leaves(leaves, value, f"{what}: its argument")
     if len(splits) != axis.size or not all(isinstance(length, int) and length >= 0 for length in splits):
@@ -271,9 +269,7 @@ def _misfit(what: str, value: Tree, dim: int, splits: Lengths, axis: Axis, of_pa
 
 
 def _agree(what: str, splits: tuple[Any, ...], axis: Axis, misfit: AxisError | None) -> None:
-    """Let ranks compare their splits and whether these fit, which padded messages don't show. All raise
-    RankMismatchError if splits differ or some ranks' don't fit, AxisError if no rank's do.
-    """
+    """Let ranks compare their splits and misfits, which padded messages don't show. All raise if any has a misfit."""
     signature = comm.Signature(what, (), str(misfit).removeprefix(f"{what}: ") if misfit else f"splits {list(splits)}")
     # Misfits are compared at each call: peers with the same misfit before may have none now.
     key = (what, "splits", object() if misfit else splits)

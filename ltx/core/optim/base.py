@@ -140,9 +140,7 @@ def times_lr(optimizer: Optimizer, factor: float) -> Optimizer | None:
 
 
 def unless(optimizer: Optimizer, skip: Tensor, params: Sequence[Tensor]) -> Optimizer:
-    """`optimizer` for one update of some of `params`; it changes no tensor if `skip`, a 0-dim bool, is true. An
-    accelerator reads `skip` when the update runs, so the host needn't wait for it; or :class:`Unless` chooses.
-    """
+    """`optimizer` for one update of some of `params`; no tensor changes if `skip`, which the device reads, is true."""
     return optimizer._unless(skip, params) or Unless(optimizer, skip)
 
 
@@ -187,9 +185,7 @@ _NOT_LEAFWISE = (
 
 @dataclass(frozen=True)
 class Unless(Optimizer):
-    """An optimizer for one update, which changes no tensor if `skip` is true; made by :func:`unless`. It keeps the old
-    values beside the new ones, and the device chooses. In :meth:`update` only the state: nobody uses skipped updates.
-    """
+    """Made by :func:`unless`: it keeps the old values beside the new ones, and the device chooses."""
 
     optimizer: Optimizer
     skip: Tensor = field(compare=False)
@@ -202,7 +198,7 @@ class Unless(Optimizer):
         return self.optimizer.init(params)
 
     def update(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
-        updates, after = self.optimizer.update(grads, state, params)
+        updates, after = self.optimizer.update(grads, state, params)  # nobody uses skipped updates
         return updates, chosen(self.skip.logical_not(), after, state)
 
     def apply(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
@@ -352,18 +348,15 @@ def check_grads(grads: Sequence[Tensor | None], params: Sequence[Tensor], tree: 
 
 
 def differentiated(*lists: Iterable[Tensor]) -> bool:
-    """Whether somebody may differentiate what is made of these tensors: then nothing is written in place. Below a
-    transform a data-parallel step runs on plain autograd, where tensors say it.
-    """
-    if private.is_transforming():
+    """Whether somebody may differentiate what is made of these tensors: then nothing is written in place."""
+    if private.is_transforming():  # below, a data-parallel step runs on plain autograd, where tensors say it
         return True
     return torch.is_grad_enabled() and any(map(attrgetter("requires_grad"), chain.from_iterable(lists)))
 
 
 def donated(params: Iterable[Tensor], *lists: Iterable[Tensor]) -> bool:
-    """Whether an update that may overwrite `params` does so: only if no derivative is taken through it. Outside of a
-    train step that may be autograd leaves that require grad, as in ``torch.optim``.
-    """
+    """Whether an update that may overwrite `params` does so: no derivative is taken through it."""
+    # outside of a train step they may be autograd leaves that require grad, as in ``torch.optim``
     return not differentiated(params if in_step.get() else filterfalse(attrgetter("is_leaf"), params), *lists)
 
 

@@ -83,8 +83,8 @@ class Kernel:
         traced: bool = False,
         skip: Tensor | None = None,
     ) -> None:
-        """Update `params` and `states` in place. If `skip` is true, fused kernels change nothing. `hyper`: the values
-        of scheduled hyperparameters. `traced`: read no number off a tensor, and use foreach if the class then can.
+        """Update in place; fused kernels change nothing if `skip` is true. `hyper`: scheduled hyperparameters' values.
+        `traced`: read no number off a tensor, and use foreach if the class then can.
         """
         changes: dict[str, Any] = {**hyper, "fused": fused}
         if traced and "foreach" in self.group and ("capturable" in self.group or self._is(torch.optim.SGD)):
@@ -146,9 +146,7 @@ class Kernel:
         return Gathered(row, params, lists, _joined(lists[-1]) if row.keys[-1] == "step" else None)
 
     def run_gathered(self, given: Gathered, numbers: Mapping[str, Any], grads: Tensors, skip: Tensor | None) -> bool:
-        """Update in place by one call of a fused kernel, as the class' own ``step()`` does once it has asked the same.
-        False, and nothing is done, where ``step()`` has more: a rate on a device, or a graph's capture.
-        """
+        """Update in place by one call of a fused kernel. False, and nothing is done, while a graph captures it."""
         row, device = given.row, given.params[0].device
         if device.type != "cpu" and private.capturing():
             return False
@@ -245,9 +243,7 @@ def side_by_side(states: LeafStates) -> LeafStates:
 
 
 def build(cls: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any]) -> Kernel:
-    """Make the kernel of `cls`. Raises OptimError for hyperparameters that torch refuses, NotGatheredError for a class
-    that does anything else than a class of torch in its step.
-    """
+    """Raises OptimError for hyperparameters that torch refuses, NotGatheredError for what torch's classes don't do."""
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:  # torch's own method imports Dynamo
         self.param_groups.append({**self.defaults, **param_group})
@@ -349,9 +345,7 @@ def spread(tensor: Tensor, *others: Tensor) -> Tensor:
 
 
 class _PerExample(torch.autograd.Function):
-    """Its ``vmap`` rule, the only one that ever runs, is the public way to get at a batch's physical tensors.
-    :func:`run_pure` calls it if the tensors' outermost transform is ``vmap``.
-    """
+    """Its ``vmap`` rule, the only one that ever runs, is the public way to get at a batch's physical tensors."""
 
     @staticmethod
     def forward(rule: Rule, keys: list[tuple[str, ...]], *flat: Tensor) -> tuple[Tensor, ...]:
