@@ -318,13 +318,23 @@ def weighted_mean(value: Tree, weight: torch.Tensor | float, axis: Any = None) -
     if not traced.recording():
         tree.check_leaves(leaves, value, "weighted_mean: its value")
         check_dense("weighted_mean", leaves, value)
-        # Dtypes without sums do have means, which are computed in a floating dtype.
-        summed = [x if x.dtype not in _UNSIGNED else torch.empty(0, device="cpu") for x in leaves]
-        check_sums("weighted_mean", summed, value)
+        # Unsigned integers, which have no sums, do have means, which are computed in a floating dtype.
+        check_sums("weighted_mean", [None if x.dtype in _UNSIGNED else x for x in leaves], value)
         tree.check_values(leaves, value, "weighted_mean")
     dtypes = [wide(_mean_dtype(x.dtype)) for x in leaves]
-    w = _as_tensor(weight, leaves, dtypes)
-    terms = [_term(x.to(dtype), w.to(x.device, _real(dtype))) for x, dtype in zip(leaves, dtypes, strict=True)]
+    # The weight is in the widest dtype of the sums, so that its dtype is the same on every rank.
+    widest = torch.float64 if torch.float64 in map(_real, dtypes) else torch.float32
+    device = leaves[0].device if leaves else None
+    w = weight if isinstance(weight, torch.Tensor) else torch.full((), float(weight), dtype=widest, device=device)
+    if w.ndim != 0:
+        raise WeightError(
+            f"weighted_mean: the weight must be a number or a 0-dim tensor, got shape {list(w.shape)}. Sum it."
+        )
+    w, terms = w.to(dtype=widest, device=device), []
+    for x, dtype in zip(leaves, dtypes, strict=True):
+        x, own = x.to(dtype), w.to(x.device, _real(dtype))
+        # Finite values aren't replaced, since the weight's gradient needs them.
+        terms.append(torch.where((own == 0) & ~torch.isfinite(x), 0.0, x) * own)
     # The number of negative weights is summed too, so that all ranks raise or none does. Not by torch.stack: if one has
     # no tangent, torch 2.13 stacks one without memory, and what Inductor compiled crashes when it reads it (SIGSEGV).
     negatives = (w < 0).to(w.dtype)
@@ -332,7 +342,17 @@ def weighted_mean(value: Tree, weight: torch.Tensor | float, axis: Any = None) -
     sums = psum({"value": tree.unflatten(spec, terms), "weight": counted}, axis)
     whole, negative = sums["weight"].unbind()
     if not traced.recording():
-        _check(w, whole, negative, axis)
+        ranks = comm.resolve(axis).ranks
+        if count := int(ranks.read(private.unwrapped(negative).max(), "weighted_mean")):
+            rank, mine = private.unwrapped(axis_index(axis)), private.unwrapped(w)
+            alone = mine.ndim == 0 and rank.ndim == 0
+            here = f"that of rank {rank} is {mine:g}" if alone else f"they are {mine.tolist()}"
+            raise WeightError(
+                f"weighted_mean: {count} of the {axis_size(axis)} ranks' weights {'is' if count == 1 else 'are'} "
+                f"negative; {here}. Weights count samples: give 0 to a rank whose value is to count for nothing."
+            )
+        if bool(ranks.read((private.unwrapped(whole) == 0).any(), "weighted_mean")):
+            raise no_mean("weighted_mean: the weights of all ranks add up to 0")
     whole = torch.where(negative > 0, torch.nan, whole)
     means = [
         (total / whole.to(total.device, _real(total.dtype))).to(_mean_dtype(x.dtype))
@@ -357,35 +377,3 @@ def unusable(weight: torch.Tensor) -> torch.Tensor:
 
 def _real(sum_dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if sum_dtype in (torch.float64, torch.complex128) else torch.float32
-
-
-def _as_tensor(weight: torch.Tensor | float, leaves: list[torch.Tensor], dtypes: list[torch.dtype]) -> torch.Tensor:
-    """The weight, in the widest dtype of the sums, so that its dtype is the same on every rank."""
-    widest = torch.float64 if torch.float64 in map(_real, dtypes) else torch.float32
-    if not isinstance(weight, torch.Tensor):
-        return torch.full((), float(weight), dtype=widest, device=leaves[0].device if leaves else None)
-    if weight.ndim != 0:
-        raise WeightError(
-            f"weighted_mean: the weight must be a number or a 0-dim tensor, got shape {list(weight.shape)}. Sum it."
-        )
-    return weight.to(dtype=widest, device=leaves[0].device if leaves else None)
-
-
-def _term(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    nothing = torch.zeros((), dtype=x.dtype, device=x.device)
-    # Finite values aren't replaced, since the weight's gradient needs them.
-    return torch.where((w == 0) & ~torch.isfinite(x), nothing, x) * w
-
-
-def _check(w: torch.Tensor, whole: torch.Tensor, negative: torch.Tensor, axis: Any) -> None:
-    ranks = comm.resolve(axis).ranks
-    count = int(ranks.read(private.unwrapped(negative).max(), "weighted_mean"))
-    if count:
-        rank, mine = private.unwrapped(axis_index(axis)), private.unwrapped(w)
-        here = f"that of rank {rank} is {mine:g}" if mine.ndim == 0 and rank.ndim == 0 else f"they are {mine.tolist()}"
-        raise WeightError(
-            f"weighted_mean: {count} of the {axis_size(axis)} ranks' weights {'is' if count == 1 else 'are'} negative; "
-            f"{here}. Weights count samples: give 0 to a rank whose value is to count for nothing."
-        )
-    if bool(ranks.read((private.unwrapped(whole) == 0).any(), "weighted_mean")):
-        raise no_mean("weighted_mean: the weights of all ranks add up to 0")
