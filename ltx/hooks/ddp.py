@@ -29,6 +29,7 @@ from ltx.extend import (
     comm,
     needs,
     states_of,
+    tree,
 )
 
 TorchHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
@@ -328,7 +329,7 @@ class ToTorch:
         Without `names` the keys are numbers, in the order in which DDP first showed the parameters.
         """
         held = {name: state for name, state in {**self._loaded, **self._states}.items() if state}
-        return {"step": self.step, "params": _copies(held)}
+        return {"step": self.step, "params": tree.map(lambda x: x.detach().clone(), held)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a dict of :meth:`state_dict`. Parameters that aren't in the dict begin with new state.
@@ -349,11 +350,7 @@ class ToTorch:
             )
         self.step = state_dict["step"]
         self._states = {}
-        self._loaded = _copies(state_dict["params"])
-
-
-def _copies(states: Mapping[str, LeafState]) -> dict[str, LeafState]:
-    return {name: {key: tensor.detach().clone() for key, tensor in state.items()} for name, state in states.items()}
+        self._loaded = tree.map(lambda x: x.detach().clone(), state_dict["params"])
 
 
 def _checked(name: str, fresh: LeafState, loaded: LeafState) -> LeafState:

@@ -96,8 +96,7 @@ def _own_gradients(train: TrainSettings, state: TrainState, batch: Batch, info: 
         return total if factor is None else total * factor
 
     if private.in_transform():
-        grads: list[Any] = torch.func.grad(loss)(leaves)
-        return grads
+        return [*torch.func.grad(loss)(leaves)]
     leaves = [x.detach().requires_grad_() for x in leaves]
     with torch.enable_grad():  # as the step does, whatever torch.func has set
         total = loss(leaves)

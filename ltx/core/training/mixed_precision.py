@@ -180,8 +180,7 @@ class Casted:
             kept: Collection[str] = [path for path in paths if patterns(path)]
         else:
             kept = _fitting(patterns, tuple(paths)) if some else ()
-        kept_at = [kept if place in some else () for place in range(len(args))]
-        cast_args = [x if place in keep else inside(x, kept_at[place]) for place, x in enumerate(args)]
+        cast_args = [x if n in keep else inside(x, kept if n in some else ()) for n, x in enumerate(args)]
         names = _names(self.fn, keep) if kwargs and keep else ()
         value = self.fn(*cast_args, **{name: arg if name in names else inside(arg) for name, arg in kwargs.items()})
         return value if output is None else tree.map(answered, value)

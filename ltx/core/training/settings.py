@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -21,9 +21,6 @@ from ltx.core.transforms.compare import tensors_by_path
 from ltx.core.transforms.data_parallel import DataParallel
 from ltx.core.transforms.strategy import Strategy, StrategyOffers, hooks_ahead, shares_gradients
 from ltx.typing import Tree
-
-if TYPE_CHECKING:
-    from ltx.core.training.mixed_precision import Precision
 
 
 def check_devices(axis: Axis, value: Tree, what: str) -> None:
@@ -64,7 +61,7 @@ def refuse_in_graph(strategy: Strategy, checks_finite: bool, may_raise: bool) ->
 def check_kept(buffers: Tree, step: DataParallel) -> None:
     """Refuse buffers that steps would round, or would split as if they were part of the batch."""
     tree.check_tensors(buffers, "buffers")
-    precision: Precision | None = step.precision
+    precision = step.precision
     if isinstance(step.fn, Accumulated) and step.fn.carry is None:
         raise StepError(
             "train_step: ltx.accumulate would cut the buffers into micro-batches, as it does with the batch. Take "
