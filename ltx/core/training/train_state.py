@@ -424,16 +424,10 @@ class Metrics(Readable):
 
     @property
     def lr(self) -> Any:
-        return _found(self.rates)
+        return tree.map(lambda rate: rate() if callable(rate) else rate, self.rates)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"rates": self.lr}  # a schedule needn't be one that can be pickled
-
-
-def _found(rates: Any) -> Any:
-    if isinstance(rates, dict):
-        return {label: _found(each) for label, each in rates.items()}
-    return rates() if callable(rates) else rates
 
 
 tree.register_node(
