@@ -46,6 +46,7 @@ from ltx.extend import (
     Strategy,
     Update,
     Updated,
+    around,
     buffers,
     communicate_after_update,
     exchange,
@@ -298,18 +299,17 @@ class MeanPart(CommHook):
 in_half.register(MeanPart, lambda hook, dtype: replace(hook, short=dtype))
 
 
+@around("codec")
 @dataclass(frozen=True)
 class Coded(CommHook):
-    """The base of hooks that send messages of `codec`."""
+    """The base of hooks that send messages of `codec`, once."""
 
     exact: ClassVar[bool] = False
+    reach: ClassVar[str] = "bucket"
     sums: ClassVar[bool] = False
+    phases: ClassVar[int] = 1
 
     codec: CompressedAllReduce
-
-    @property
-    def reads_step(self) -> bool:
-        return bool(self.codec.reads_step)
 
 
 @dataclass(frozen=True)
@@ -317,13 +317,6 @@ class CodedPart(Coded):
     """As :class:`MeanPart`, in messages: rank r gets the r-th part of the sum of what ranks sent."""
 
     alike: ClassVar[bool] = False
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        return self.codec.state_names
-
-    def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
-        return self.codec.packing(dtype, axis_size)
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         if not inputs.flat.numel():
@@ -435,6 +428,8 @@ class AllParts(PartUpdated):
 @dataclass(frozen=True)
 class CodedParts(Coded):
     """Gathers the messages of all ranks; the result is what they hold, a row for each rank."""
+
+    state_names: ClassVar[tuple[str, ...]] = ()
 
     def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
         return Packing(self.codec.packing(dtype, axis_size).dtype, 1.0, None)
