@@ -281,8 +281,6 @@ class UpdateThenSend(_Completion):
     """
 
     def __init__(self, hook: PostUpdateHook, work: Backward, schedule: ProcessSchedule):
-        # Don't keep `total`: its graph holds the schedule, which holds this object during the pass, and the garbage
-        # collector can't free a cycle that goes through a graph.
         super().__init__(work, schedule)
         self._hook, self._axis, self._optimizer = hook, self._plan.axis, work.optimizer
         state, opt_state = work.state, hook.own(work.state.held_opt_state, self._axis)

@@ -331,9 +331,7 @@ tree.register_node(
         (s.step, s.layout, s.under_way, _Beside(s.module)),
     ),
     lambda c, static: TrainState(
-        *(c[0], c[1], c[2], c[3], static[0], static[1], c[4], _LOST if static[2] else None),
-        frozen=c[5] if len(c) > len(_PARTS) else None,
-        module=static[3].value,
+        *c[:4], *static[:2], c[4], _LOST if static[2] else None, *c[5:], module=static[3].value
     ),
     names=_children,
 )
