@@ -28,7 +28,7 @@ from ltx.core.transforms.strategy import StateLayout, Strategy
 from ltx.typing import Tree
 
 
-def layout_for(train: TrainSettings, params: Tree, sync_state: Any) -> StateLayout:
+def layout_for(train: TrainSettings, params: Tree) -> StateLayout:
     """The layout of a state that `train` makes of `params`, with what it was made for."""
     strategy = train.step.strategy
     optimizer = kind_of(train.optimizer), repr(train.optimizer)

@@ -100,7 +100,7 @@ class TrainStep(TrainSettings):
         loss_scale = unscaled if self.dynamic is None else self.dynamic.start()
         if leaves := tree.flatten(params)[0]:
             loss_scale = tree.map(lambda x: x.to(leaves[0].device), loss_scale)
-        layout = layout_for(self, params if frozen is None else tree.filled(params, frozen), sync_state)
+        layout = layout_for(self, params if frozen is None else tree.filled(params, frozen))
         state = TrainState(params, buffers, opt_state, sync_state, layout=layout, loss_scale=loss_scale, frozen=frozen)
         state.__dict__["of_step"] = True
         given = (state if module is None else follow(self, module, state)).by(self)
