@@ -84,21 +84,17 @@ class _Call:
         given = tuple(arg if n in whole else parts[f"argument {n}"] for n, arg in enumerate(args))
         named = tuple(parts[name] for name in kwargs)
         self.leaves, self.spec = tree.flatten((given, named))
-        self.chunks: list[Any] = []
+        self.cuts: list[bool] = []  # which leaves are split
         for n, arg in enumerate((*given, *named)):
             for cell in (batches.cells if self.has_records and n not in whole else tree.flatten)(arg)[0]:
                 cuts = n not in whole and isinstance(cell, torch.Tensor) and cell.ndim > 0
                 count = len(tree.flatten(cell)[0]) if batches.is_records(cell) else 1
-                self.chunks += [cell.tensor_split(step.steps) if cuts else None] * count
+                self.cuts += [cuts] * count
 
     def run(self, leaves: Sequence[Any], which: range, carry: Any = None) -> _Part:
-        """The sum over the micro-batches `which`, as plain graph. `leaves` stand in for the arguments' leaves: chunks
-        that were made outside a Function may belong to a transform that isn't run inside it.
-        """
-        parts, chunks, several = [], self.chunks, len(which) > 1
-        if leaves is not self.leaves:
-            cut = zip(leaves, chunks, strict=True)
-            chunks = [None if chunk is None else leaf.tensor_split(self.step.steps) for leaf, chunk in cut]
+        """The sum over the micro-batches `which`, as plain graph, of arguments with these `leaves`."""
+        parts, several = [], len(which) > 1
+        chunks = [x.tensor_split(self.step.steps) if cut else None for x, cut in zip(leaves, self.cuts, strict=True)]
         # Tensors that micro-batches share are widened to float32, so that their gradients are summed in float32.
         shared = [_widened(x) if chunk is None and several else x for x, chunk in zip(leaves, chunks, strict=True)]
         for k in which:

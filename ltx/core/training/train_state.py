@@ -330,7 +330,7 @@ tree.register_node(
         (s.trained, *(getattr(s, part) for part in _children(s)[1:])),
         (s.step, s.layout, s.under_way, _Beside(s.module)),
     ),
-    lambda c, static: TrainState(
+    lambda c, static: TrainState(  # type: ignore[call-arg, misc]
         *c[:4], *static[:2], c[4], _LOST if static[2] else None, *c[5:], module=static[3].value
     ),
     names=_children,
