@@ -21,21 +21,9 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from ltx.errors import StrategyError
-from ltx.extend import (
-    AllReduce,
-    Bucket,
-    BucketInput,
-    CollectiveRequest,
-    CommHook,
-    LeafState,
-    Packing,
-    arguments,
-    brief,
-    buffers,
-    noise,
-)
+from ltx.extend import Bucket, BucketInput, CollectiveRequest, CommHook, LeafState, Packing, arguments, buffers, noise
 from ltx.hooks.lossy import Compression, CompressionResult, LossyHook, by_greatest
+from ltx.hooks.plain import EXACT
 
 Q = "q"
 
@@ -66,7 +54,7 @@ class PowerHook(LossyHook):
         arguments.check_whole(self, 0, "start_step")
 
     def at(self, step: int) -> CommHook:
-        return AllReduce() if step < self.start_step else self
+        return EXACT if step < self.start_step else self
 
     @property
     def constant_after(self) -> int:
@@ -109,8 +97,7 @@ class PowerSGD(PowerHook):
     def __post_init__(self) -> None:
         super().__post_init__()
         arguments.check_whole(self, 1, "iterations")
-        if not (rate := self.min_compression_rate) > 0:
-            raise StrategyError(f"PowerSGD.min_compression_rate must be a positive number, got {brief(rate)}.")
+        arguments.check_number(self, 0, "min_compression_rate", more=True)
 
     @property
     def phases(self) -> int:
