@@ -15,28 +15,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
 
 from ltx import hooks
 from ltx.errors import StrategyError
-from ltx.extend import (
-    Axis,
-    Exchange,
-    StateLayout,
-    States,
-    StepInfo,
-    Update,
-    Updated,
-    arguments,
-    brief,
-    exchange,
-    negotiate,
-    tree,
-)
+from ltx.extend import Axis, Exchange, States, StepInfo, Update, Updated, arguments, brief, exchange, negotiate, tree
 from ltx.optim import Optimizer
+from ltx.strategies.ddp import APART
 from ltx.strategies.nodes import ByNode, NodeStrategy, WithinNode, node
 from ltx.typing import Tree
 
@@ -110,7 +98,7 @@ class AsyncAveraging(NodeStrategy):
         tensor([-4., -4.])
     """
 
-    layout: ClassVar[StateLayout] = StateLayout(params="per_rank", opt_state="per_rank")
+    layout = APART
 
     warmup_steps: int = 0
     sync_interval_ms: float = 500

@@ -22,7 +22,7 @@ from ltx.typing import Tree
 _HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 #: The layouts for equal and for differing replicas. They are made once, since every step asks for them.
-_ALIKE, _APART = StateLayout(), StateLayout(params="per_rank", opt_state="per_rank")
+ALIKE, APART = StateLayout(), StateLayout(params="per_rank", opt_state="per_rank")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ class DDPStrategy(Strategy):
 
     @property
     def layout(self) -> StateLayout:
-        return _ALIKE if self.start_local_sgd_step is None and self._hook.alike else _APART
+        return ALIKE if self.start_local_sgd_step is None and self._hook.alike else APART
 
     @property
     def communicates_besides(self) -> bool:

@@ -41,7 +41,6 @@ from ltx.extend import (
     PostUpdateHook,
     PostUpdateResult,
     Reduced,
-    StateLayout,
     States,
     StepInfo,
     Update,
@@ -54,6 +53,7 @@ from ltx.extend import (
     tree,
 )
 from ltx.hooks import AllReduce, BucketInput, ByteGrad, CollectiveRequest, CommHook, Reduction
+from ltx.strategies.ddp import APART
 from ltx.strategies.nodes import ByNode, NodeHook, NodeStrategy, refuse_complex
 from ltx.typing import Tree
 
@@ -67,7 +67,7 @@ class GossipStrategy(NodeStrategy):
         communication_interval: ranks communicate at steps 0, `communication_interval`, and so on.
     """
 
-    layout: ClassVar[StateLayout] = StateLayout(params="per_rank", opt_state="per_rank")
+    layout = APART
 
     communication_interval: int = 1
 
@@ -234,7 +234,7 @@ class LowPrecisionDecentralized(GossipStrategy):
     """
 
     updates_in_buckets: ClassVar[bool] = True
-    layout: ClassVar[StateLayout] = replace(GossipStrategy.layout, copies_of="own")
+    layout = replace(APART, copies_of="own")
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
         known = param.detach().to(self._ring.packing(param.dtype, 1).dtype)

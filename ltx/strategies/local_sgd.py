@@ -19,15 +19,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import lcm
-from typing import ClassVar, TypeGuard, cast
+from typing import TypeGuard, cast
 
 import torch
 
 from ltx import hooks
 from ltx.errors import StrategyError
-from ltx.extend import Axis, LeafState, StateLayout, States, StepInfo, Strategy, arguments, brief, exchange, inner, tree
+from ltx.extend import Axis, LeafState, States, StepInfo, Strategy, arguments, brief, exchange, inner, tree
 from ltx.hooks.plain import EXACT, resolve_hook, resolved
 from ltx.optim import Optimizer
+from ltx.strategies.ddp import APART
 from ltx.strategies.nodes import WithinNode
 from ltx.typing import Tree
 
@@ -79,7 +80,7 @@ class LocalSGDStrategy(Strategy):
         tensor([0.5000, 2.5000])
     """
 
-    layout: ClassVar[StateLayout] = StateLayout(params="per_rank", opt_state="per_rank")
+    layout = APART
 
     period: int | Mapping[int, int] | Levels
     warmup_steps: int = 0
