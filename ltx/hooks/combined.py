@@ -10,21 +10,8 @@ from typing import Any, ClassVar
 import torch
 
 from ltx.errors import StrategyError
-from ltx.extend import (
-    Bucket,
-    BucketInput,
-    CollectiveRequest,
-    CommHook,
-    LeafState,
-    Packing,
-    PostUpdateHook,
-    arguments,
-    around,
-    brief,
-    drive_within,
-    needs,
-    tree,
-)
+from ltx.extend import Bucket, LeafState, Packing, PostUpdateHook, arguments, around, brief, drive_within, needs, tree
+from ltx.hooks import BucketInput, CollectiveRequest, CommHook
 from ltx.hooks.half import BF16, FP16
 from ltx.hooks.lossy import Compression, CompressionResult, LossyHook
 from ltx.hooks.plain import EXACT, Noop

@@ -16,21 +16,8 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from ltx.errors import AxisError, HookError, StrategyError, SyncStateError, UnsupportedError
-from ltx.extend import (
-    Bucket,
-    BucketInput,
-    CommHook,
-    LeafState,
-    Packing,
-    Pending,
-    Reduction,
-    brief,
-    buffers,
-    comm,
-    needs,
-    states_of,
-    tree,
-)
+from ltx.extend import Bucket, LeafState, Packing, Pending, brief, buffers, comm, needs, states_of, tree
+from ltx.hooks import BucketInput, CommHook, Reduction
 
 TorchHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 

@@ -16,23 +16,11 @@ from typing import Any, ClassVar, cast
 import torch
 
 from ltx.errors import StrategyError
-from ltx.extend import (
-    Axis,
-    Bucket,
-    Optimizer,
-    Packing,
-    Strategy,
-    arguments,
-    around,
-    drive_within,
-    inner,
-    needs,
-    outer,
-    tree,
-)
+from ltx.extend import Axis, Bucket, Packing, Strategy, arguments, around, drive_within, inner, needs, outer, tree
 from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction
 from ltx.hooks.combined import in_half
 from ltx.hooks.plain import EXACT
+from ltx.optim import Optimizer
 from ltx.typing import Tree
 
 
