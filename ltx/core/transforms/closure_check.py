@@ -203,8 +203,7 @@ def _looking(fn: Any, given: Sequence[Any], params: Tree) -> Iterator[bool]:
             raise StepError(own_buffer_text(norms[0])) from error
         raise
     for module, buffer, told in watched:
-        now = buffer if _told(buffer.tensor) == told else buffer._replace(version=-1)
-        own_written([now], type(module).__name__)
+        own_written([buffer if _told(buffer.tensor) == told else buffer._replace(version=-1)], type(module).__name__)
     written = {path: x for path, (x, told) in before.items() if _told(x) != told}
     for path in (path for path, x in written.items() if x.requires_grad):
         raise StepError(_WRITES.format(f"{path!r}, a parameter that it was given and that is trained"))

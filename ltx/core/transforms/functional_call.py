@@ -275,8 +275,7 @@ class Swap:
         after, self._after = self._after, {}  # one may be the output itself, whose graph mustn't hold it
         members, name = self.members, type(self.members.module).__name__
         if members.buffers:
-            own = [b for b in members.buffers if b.path not in self.tensors]
-            closure_check.own_written(own, name)
+            closure_check.own_written((b for b in members.buffers if b.path not in self.tensors), name)
         if not self.first:
             return {}
         if removed := next((at for at, x in after.items() if not isinstance(x, torch.Tensor)), None):
@@ -287,9 +286,8 @@ class Swap:
         if returns:
             # If the module itself called requires_grad_() on a copy, that is a leaf, and no gradient may go on from it.
             return {name: x.detach() if x.is_leaf and x.requires_grad else x for name, x in after.items()}
-        moved = (name for name, (x, version, _) in self.first.items() if version_of(x) != version)
         values = {name: (private.unwrapped(self.tensors[name]), x) for name, x in self._values.items() if x is not None}
-        written = next(moved, None)
+        written = next((name for name, (x, version, _) in self.first.items() if version_of(x) != version), None)
         if written is None and values and not closure_check.same_values(*zip(*values.values(), strict=True)):
             written = next(name for name, (now, was) in values.items() if not closure_check.same_values([now], [was]))
         if written is not None:
@@ -326,14 +324,6 @@ class Swap:
     def given(self, name: str) -> torch.Tensor:
         """What the call was given; of a buffer the module got a copy."""
         return self.first[name][2] if name in self.first else self.tensors[name]
-
-    def written_before(self) -> str | None:
-        """The name of a buffer that the call has written to, or None; batch norm's output doesn't depend on them."""
-        for name, (tensor, version, _) in self.first.items():
-            part = self.members.module.get_submodule(_module_of(name))
-            if version_of(tensor) != version and not isinstance(part, nn.modules.batchnorm._NormBase):
-                return name
-        return None
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -508,8 +498,10 @@ class Calls:
             raise StepError(_called_again(which, "has its own tensors there, and not those of the step", _OWNED))
         if mixed:
             raise StepError(_called_again(which, "was called with several sets of tensors", _COPY))
-        if (written := swap.written_before()) is not None:
-            raise StepError(_called_again(which, f"has written to its buffer {written!r} since", _CHECKPOINT))
+        for name in (name for name, (x, version, _) in swap.first.items() if version_of(x) != version):
+            # Batch norm's output doesn't depend on its buffers.
+            if not isinstance(whole.get_submodule(_module_of(name)), nn.modules.batchnorm._NormBase):
+                raise StepError(_called_again(which, f"has written to its buffer {name!r} since", _CHECKPOINT))
         again = swap.anew({name: (x, -1, value) for name, (x, _, value) in swap.first.items()})
         self.placed.append(again)
         again.put()
