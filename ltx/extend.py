@@ -13,8 +13,7 @@ from ltx.core.base.private import unwrapped
 from ltx.core.base.traced import recording
 from ltx.core.gradients import buffers
 from ltx.core.gradients.comm_hook import AllReduce, CommHook, HookOffers, around, states_of
-from ltx.core.gradients.exchange import Exchange
-from ltx.core.gradients.pending import Pending
+from ltx.core.gradients.pending import Exchange, Pending
 from ltx.core.gradients.reduction import (
     Bucket,
     BucketInput,

@@ -14,7 +14,7 @@ from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import checked
 from ltx.core.base.errors import CollectiveTimeoutError, LtxError, PeerLostError, StepError, StepLeftOutError, TreeError
 from ltx.core.base.handed_in import HandedIn
-from ltx.core.gradients.exchange import Exchange
+from ltx.core.gradients.pending import Exchange
 from ltx.core.gradients.planning import in_step, requires_grad
 from ltx.core.optim import Optimizer
 from ltx.core.ranks.axis import Axis

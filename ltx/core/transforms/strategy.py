@@ -27,7 +27,7 @@ from ltx.core.base.handed_in import HandedIn
 from ltx.core.base.needs import require
 from ltx.core.gradients.buffers import is_plain, prefers_few_calls
 from ltx.core.gradients.comm_hook import EXACT, CommHook, shared_part, stateful_hook
-from ltx.core.gradients.exchange import Exchange
+from ltx.core.gradients.pending import Exchange
 from ltx.core.gradients.planning import BucketSettings, Plan, make_plan
 from ltx.core.gradients.reduction import Bucket, LeafState, Reduced
 from ltx.core.optim.base import Optimizer, Tensors, Update
