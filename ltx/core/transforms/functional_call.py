@@ -6,7 +6,7 @@ gradients would be silently wrong. So :class:`Calls` records what a forward pass
 backward pass too calls it ``in_pass``: a module that is called there gets its tensors once more. What can't be repeated
 so raises: two calls with different tensors, buffers that the first call has written and that its output depends on,
 tensors that are gone by then (a sharded layer's), and a pass that somebody else runs, whose end nobody sees after an
-error. ``torch.utils.checkpoint`` has a mechanism of its own (``checkpoints.py``).
+error. For ``torch.utils.checkpoint`` there is a mechanism of its own.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.utils.checkpoint as checkpointing
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.utils import stateless
 from torch.nn.utils._named_member_accessor import NamedMemberAccessor
+from torch.utils.checkpoint import CheckpointFunction, _checkpoint_hook, _CheckpointFrame, checkpoint
 
 from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import brief
@@ -378,17 +380,6 @@ def _module_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def running_again() -> list[Callable[[], AbstractContextManager[None]]]:
-    """Functions that put in again what the running functional calls have put into modules, the outermost first."""
-    again = [swap.again() for swap in placed.get()]
-    for module, given in calls_of_torch():
-        members, ids = Members(module), {id(x) for x in given.values()}
-        tensors = {path: x for path, (kept_in, key) in members.slots.items() if id(x := kept_in[key]) in ids}
-        kept = {b.path: (b.tensor, b.version, b.tensor.clone()) for b in members.buffers if b.path in tensors}
-        again.append(Swap(members, tensors, kept).again())
-    return again
-
-
 # --- modules that the backward pass calls again -----------------------------------------------------------------------
 
 #: Where functional calls of this thread are recorded, and the backward passes that repeat them.
@@ -606,3 +597,83 @@ def _torch_calls(module: Any, parameters_and_buffers: Any, *args: Any, **options
 
 _call_of_torch = stateless._functional_call
 stateless._functional_call = _torch_calls
+
+
+# --- torch.utils.checkpoint, which calls them again too ---------------------------------------------------------------
+
+# Torch has no hook for this, so subclasses of three of its classes, in place of these, note at a checkpoint's beginning
+# which tensors are in modules. It begins in the midst of a call, so this is right where :class:`Calls` has to refuse:
+# for several sets of tensors, for buffers that are half way (power iterations), and in whoever's backward pass.
+
+
+def _run_again(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` for a recomputation, in which modules have the tensors that they have now."""
+    if private.in_transform():
+        return fn  # under torch.func there is no recomputation
+    swaps, inside = [swap.again() for swap in placed.get()], in_step.get()
+    for module, given in calls_of_torch():
+        members, ids = Members(module), {id(x) for x in given.values()}
+        tensors = {path: x for path, (kept_in, key) in members.slots.items() if id(x := kept_in[key]) in ids}
+        kept = {b.path: (b.tensor, b.version, b.tensor.clone()) for b in members.buffers if b.path in tensors}
+        swaps.append(Swap(members, tensors, kept).again())
+    if not (swaps or inside):
+        return fn
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        token = in_step.set(inside)
+        try:
+            with ExitStack() as stack:
+                for swap in swaps:
+                    stack.enter_context(swap())
+                return fn(*args, **kwargs)
+        finally:
+            in_step.reset(token)
+
+    return again
+
+
+class _Frame(_CheckpointFrame):
+    def __init__(self, recompute_fn: Callable[..., Any], *args: Any, **kwargs: Any):
+        super().__init__(_run_again(recompute_fn), *args, **kwargs)
+
+
+class _Hook(_checkpoint_hook):
+    """torch's hooks that drop the activations of a checkpointed call; off under torch.func, which forbids them."""
+
+    def __enter__(self) -> None:
+        self._off = private.in_transform() and (placed.get() or private.why_no_saved_hooks() is not None)
+        if not self._off:
+            super().__enter__()
+
+    def __exit__(self, *args: object) -> None:
+        if not self._off:
+            super().__exit__(*args)
+
+
+class _Reentrant(CheckpointFunction):
+    """torch's checkpoint for ``use_reentrant=True``, which would differentiate down to the step's parameters by itself,
+    past the reduction. In functional calls and steps that for ``use_reentrant=False`` replaces it.
+    """
+
+    @classmethod
+    def apply(cls, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        if in_step.get() or placed.get() or calls_of_torch():
+            return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
+        return CheckpointFunction.apply(function, preserve, *args)
+
+
+checkpointing._CheckpointFrame = _Frame  # type: ignore[misc]
+checkpointing._checkpoint_hook = _Hook  # type: ignore[misc]
+checkpointing.CheckpointFunction = _Reentrant  # type: ignore[misc]
+
+
+@contextmanager
+def checkpoints_allowed() -> Iterator[None]:
+    """Let plain autograd below a transform hook saved tensors, though torch.func turns such hooks off."""
+    if (message := private.why_no_saved_hooks()) is not None:
+        private.enable_saved_hooks()
+    try:
+        yield
+    finally:
+        if message is not None:
+            private.disable_saved_hooks(message)

@@ -25,9 +25,8 @@ from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.planning import in_step, tracked
 from ltx.core.gradients.reduction import LeafState
 from ltx.core.ranks.batched import in_front
-from ltx.core.transforms.checkpoints import checkpoints_allowed
 from ltx.core.transforms.closure_check import watch_for_traced_values
-from ltx.core.transforms.functional_call import Calls
+from ltx.core.transforms.functional_call import Calls, checkpoints_allowed
 from ltx.core.transforms.run import PLAIN_CALL, CallOptions
 from ltx.core.transforms.sync_state import Synced
 

@@ -31,8 +31,7 @@ ELSEWHERE = {
     "core/base/tree.py": 1,
     "core/comm/operations.py": 2,
     "core/optim/kernel.py": 1,
-    "core/transforms/checkpoints.py": 1,
-    "core/transforms/functional_call.py": 1,
+    "core/transforms/functional_call.py": 2,
     "hooks/ddp.py": 1,
     "nn.py": 2,
 }
