@@ -22,7 +22,7 @@ from ltx.core.optim import TorchState, grad_norm
 from ltx.core.training.outputs import Batch, arguments_of, outputs_of
 from ltx.core.training.settings import TrainSettings
 from ltx.core.training.train_state import LossScale, Metrics, TrainState, drawn_again
-from ltx.core.transforms.plain_autograd import gradients
+from ltx.core.transforms.grad import gradients
 from ltx.core.transforms.run import CallOptions, Weighted
 from ltx.core.transforms.strategy import StepInfo, exchange, shares_gradients
 from ltx.core.transforms.sync_state import plain_values

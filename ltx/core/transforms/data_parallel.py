@@ -20,11 +20,11 @@ from ltx.core.gradients.comm_hook import shared_part
 from ltx.core.gradients.marker import defer
 from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.planning import in_step
-from ltx.core.transforms import plain_autograd
 from ltx.core.transforms import run as calls
 from ltx.core.transforms.closure_check import look_at_modules, own_leaves, refuse_captured
 from ltx.core.transforms.compare import check_in_debug, check_params_once, tensors_by_path
 from ltx.core.transforms.functional_call import recording_calls
+from ltx.core.transforms.grad import applies, call_below
 from ltx.core.transforms.marking import mark, mark_in_graph, marks_on_wire, sync_gradients
 from ltx.core.transforms.run import KIND, PLAIN_CALL, CallOptions, Known, Marked, Run, StepSettings
 from ltx.core.transforms.strategy import Strategy, default_strategy, hook_of_plain, stateful
@@ -55,7 +55,7 @@ class DataParallel(StepSettings):
             return self.run(args, kwargs).value()
         if private.in_transform() and (flat := self._flat_below(args, kwargs)) is not None:
             with suppress(traced.TracedValueError):
-                return plain_autograd.call_below(self, *flat)
+                return call_below(self, *flat)
         with comm.span("forward"):
             return self.run(args, kwargs).value()
 
@@ -67,7 +67,7 @@ class DataParallel(StepSettings):
         leaves, spec = tree.flatten((args, kwargs))
         given = tree.flatten(self._params_of(args))[0]
         mine = {*map(id, given)}
-        return (leaves, spec) if plain_autograd.applies(given, [x for x in leaves if id(x) not in mine]) else None
+        return (leaves, spec) if applies(given, [x for x in leaves if id(x) not in mine]) else None
 
     def init(self, params: Tree) -> SyncState:
         """The communication state before the first step; it has no leaves if the strategy keeps no state."""
