@@ -238,9 +238,7 @@ def states_of(hook: CommHook, entries: LeafState) -> LeafState:
 
 
 def reduce_at_once(hook: CommHook, axis: Axis, inputs: BucketInput, kind: str = "bucket") -> Reduced:
-    """Run one reduction to its end with differentiable collectives. A recording counts what the first simulated rank
-    would send, and calls the bucket `kind`; processes' collectives count themselves.
-    """
+    """Run one reduction to its end with differentiable collectives; recordings of simulated ranks call it a `kind`."""
     label = f"{kind} {inputs.bucket.index}"
     if simulated := axis.comm is None and axis.size > 1:
         comm.note_packed(kind, hook, inputs.bucket)

@@ -342,9 +342,7 @@ def unfit(module: Any, what: str) -> LtxError:
 
 
 class Members:
-    """The places of a module's tensors by name. A part that torch.compile has wrapped passes attributes on, so the
-    names `given` may be those that its tensors had before.
-    """
+    """The places of a module's tensors by name, in parts that torch.compile has wrapped by those that are `given`."""
 
     def __init__(self, module: nn.Module, what: str = "functional_call", given: Iterable[str] = ()):
         if isinstance(module, UNFIT) or not isinstance(module, nn.Module):

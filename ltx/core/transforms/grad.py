@@ -209,9 +209,7 @@ _LAYOUTS = (torch.strided, torch.sparse_coo, torch.jagged)
 
 
 def gradients(total: torch.Tensor, leaves: Tensors, again: bool = False, own: Tensors = ()) -> list[torch.Tensor]:
-    """The gradients of `total` with respect to new `leaves`, by plain autograd; zeros where `total` doesn't use one.
-    `again`: they may be differentiated. `own`: as in :class:`ltx.core.transforms.run.Run`.
-    """
+    """The gradients of `total` with respect to new `leaves`, or zeros. `again`: they may be differentiated."""
     if not total.requires_grad:
         return [torch.zeros_like(x) for x in leaves]
     found = torch.autograd.grad(total, [*leaves, *own], create_graph=again, allow_unused=True)

@@ -42,9 +42,7 @@ Paths = tuple[str, ...]
 def prepare_trace(
     strategy: Strategy, axis: Any, step: int, with_state: bool, blocked: bool = False, dtype: torch.dtype | None = None
 ) -> tuple[str, tuple[str, ...]]:
-    """(the key of a step's settings in a graph, "" if gradients stay local; the names of a leaf's states).
-    `with_state`: whether the step was given its communication state. `dtype`: that of sums.
-    """
+    """(the key of a step's settings in a graph, "" if gradients stay local; the names of a leaf's states)."""
     found = comm.resolve(axis)
     hook = None if blocked else constant_hook(strategy, step, dtype)
     if hook is None:
@@ -325,9 +323,7 @@ def sync_gradients(
 
 
 def _with_sparse(grads: Tree, strategy: Strategy, state: SyncState | None, axis: Any) -> tuple[Tree, SyncState | None]:
-    """Reduce a tree with sparse leaves, by gathering their indices and values, as Horovod does. These aren't
-    compressed, and come first: in that collective ranks compare their whole trees.
-    """
+    """Reduce a tree with sparse leaves. These come first: in that collective ranks compare their whole trees."""
     sparse, dense = split_sparse(grads)
     hook = hook_of_plain(strategy, 0 if state is None else state.checked_step())
     require("sparse, hook", hook, f"sync_gradients: leaf {tree.leaf_paths(sparse)[0]!r}, which is sparse,")

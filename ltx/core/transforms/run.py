@@ -198,9 +198,7 @@ class Marked(NamedTuple):
 
 
 def reaching(output: Any, leaves: Sequence[torch.Tensor]) -> Any:
-    """`output`; a Weighted's total that depends on no parameter gets a zero that does, as all ranks run its psum's
-    backward pass, also one without data.
-    """
+    """`output`; a Weighted's total without data gets a zero that depends on parameters: all ranks run psum's pass."""
     if type(output) is tuple and output:
         return (reaching(output[0], leaves), *output[1:])
     if not isinstance(output, Weighted) or getattr(output.total, "requires_grad", True):
