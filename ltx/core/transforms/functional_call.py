@@ -114,8 +114,7 @@ def functional_call(
     swap = Swap.of_call(module, given, "functional_call", tie_weights, return_buffers)
     with swap.in_place():
         output = module(*args, **kwargs)
-    if (calls := _record(swap.tensors, partial(Swap, swap.members, first=swap.first))) is not None:
-        calls.watch(output)
+    _record(swap.tensors, partial(Swap, swap.members, first=swap.first), output)
     after = swap.done(return_buffers)
     return (output, after) if return_buffers else output
 
@@ -152,17 +151,16 @@ def using(*modules: Any) -> Iterator[None]:
     parts = [id(part) for swap in swaps for part in swap.members.module.modules()]
     if len(parts) > len({*parts}):
         raise InputError("using: a module is given twice, or is a part of another one. Give the outer one alone.")
-    made = [_record(swap.tensors, partial(Swap, swap.members, first=swap.first)) for swap in swaps]
-    records = [record for record in made if record is not None]
+    records = [_record(swap.tensors, partial(Swap, swap.members, first=swap.first)) for swap in swaps]
 
     def watch(_: Any, __: Any, output: Any) -> None:
-        for record in records:
+        for record in filter(None, records):
             record.watch(output)
 
     with ExitStack() as stack:
         for swap in swaps:
             stack.enter_context(swap.in_place())
-        if records and recording_calls.get() is None:  # somebody else will run the backward pass
+        if any(records) and recording_calls.get() is None:  # somebody else will run the backward pass
             stack.callback(register_module_forward_hook(watch).remove)
         yield
     for swap in swaps:
@@ -190,8 +188,8 @@ def _look_at_trace_time(module: nn.Module) -> tuple[bool, tuple[str, ...]]:
 def _merged(given: Any) -> dict[str, torch.Tensor]:
     if hasattr(given, "params") and hasattr(given, "buffers"):  # a train state
         given = given.params if given.buffers is None else (given.params, given.buffers)
-    dicts = [given] if (one := isinstance(given, Mapping)) else given
-    if not (one or (isinstance(dicts, Sequence) and all(isinstance(d, Mapping) for d in dicts))):
+    dicts = [given] if isinstance(given, Mapping) else given
+    if not (isinstance(dicts, Sequence) and all(isinstance(d, Mapping) for d in dicts)):
         raise TreeError(f"functional_call takes a dict of tensors or a tuple of such dicts, got {brief(given)}.")
     merged: dict[str, torch.Tensor] = {}
     for part in dicts:
@@ -554,7 +552,7 @@ def own_grad_and_value(fn: Callable[..., Any], has_aux: bool = False, argnums: A
     return run
 
 
-def _record(given: Mapping[str, torch.Tensor], make: Callable[[dict[str, torch.Tensor]], Swap]) -> Calls | None:
+def _record(given: Mapping[str, torch.Tensor], make: Callable[..., Swap], output: Any = ()) -> Calls | None:
     """Record a functional call, if a backward pass may come; `make` makes its swap of the tensors kept until then."""
     if not torch.is_grad_enabled():
         return None
@@ -568,6 +566,7 @@ def _record(given: Mapping[str, torch.Tensor], make: Callable[[dict[str, torch.T
 
     calls = recording_calls.get() or Calls()
     calls.add(swap)
+    calls.watch(output)
     return calls
 
 
@@ -579,10 +578,9 @@ def _torch_calls(module: Any, parameters_and_buffers: Any, *args: Any, **options
     fixed = {name: version_of(x) for name, x in given.items() if not getattr(x, "requires_grad", True)}
     own = [(name, x, version_of(x)) for name, x in module.named_buffers() if name not in given]
     output = _call_of_torch(module, parameters_and_buffers, *args, **options)
-    for name in (
-        name for name, x, was in own if version_of(x) != was and id(x) not in closure_check.tensors_in_place()
-    ):
-        raise StepError(closure_check.own_buffer_text(f"{name!r} of {type(module).__name__}"))
+    for name, x, was in own:
+        if version_of(x) != was and id(x) not in closure_check.tensors_in_place():
+            raise StepError(closure_check.own_buffer_text(f"{name!r} of {type(module).__name__}"))
 
     def swap(tensors: dict[str, torch.Tensor]) -> Swap:
         members = Members(module)
@@ -590,8 +588,7 @@ def _torch_calls(module: Any, parameters_and_buffers: Any, *args: Any, **options
         first = {name: (tensors[name], fixed[name], tensors[name]) for name in buffers}
         return Swap(members, members.untied(tensors, bool(options.get("tie_weights", True))), first)
 
-    if (calls := _record(given, swap)) is not None:
-        calls.watch(output)
+    _record(given, swap, output)
     return output
 
 
