@@ -206,16 +206,12 @@ def uneven(
         "batches to one number outside, stack them, and pass the ranks' weights, 0 for padding, as one more mapped "
         "tensor; or give each rank its own on processes, by ltx.Pool(n).run(fn).",
     )
-    return _turns(iterable, found, divisor, stop) if found.size > 1 else _alone(iterable)
-
-
-def _alone(iterable: Iterable[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+    if found.size > 1:
+        return _turns(iterable, found, divisor, stop)
     try:
-        batches = iter(iterable)
+        return ((batch, _weight(1.0)) for batch in iterable)
     except TypeError:
         raise ArgumentError(f"uneven: iterable must be Iterable[Any], got {brief(iterable)}.") from None
-    for batch in batches:
-        yield batch, _weight(1.0)
 
 
 def _weight(value: float) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import ltx
 from ltx.errors import InputError, TreeError, UnsupportedError
@@ -27,17 +27,17 @@ __all__ = ["SyncBatchNorm", "convert_sync_batch_norm", "sync_batch_norm"]
 
 @arguments.checked("x", "running_mean", "running_var", "weight", "bias", "training", "eps")
 def sync_batch_norm(
-    x: torch.Tensor,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
     *,
     training: bool = True,
-    momentum: float | torch.Tensor = 0.1,
+    momentum: float | Tensor = 0.1,
     eps: float = 1e-5,
     axis: Any = None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """``torch.nn.functional.batch_norm`` over the batches of all ranks, as a pure function.
 
     Every value has the same weight: batches may differ in size between ranks, and some may be empty. The forward pass
@@ -93,7 +93,7 @@ def sync_batch_norm(
             f"{'no ' if running_mean is None else ''}running_mean and {'no ' if running_var is None else ''}"
             f"running_var with training={training}."
         )
-    if momentum.ndim != 0 if isinstance(momentum, torch.Tensor) else not arguments.is_number(momentum):
+    if momentum.ndim != 0 if isinstance(momentum, Tensor) else not arguments.is_number(momentum):
         raise InputError(f"sync_batch_norm: momentum must be a number or a 0-dim tensor, got {brief(momentum)}.")
     if not eps > 0:
         raise InputError(f"sync_batch_norm: eps must be a number above 0, got {brief(eps)}.")
@@ -112,7 +112,7 @@ def sync_batch_norm(
             y = _normalised(eps, x, running_mean.detach(), running_var.detach(), weight, bias)
         return y, running_mean, running_var
     transformed = recording() or torch._C._are_functorch_transforms_active()  # torch's kernels can't update statistics
-    if kernels and not transformed and not isinstance(momentum, torch.Tensor) and ltx.axis_size(axis) == 1:
+    if kernels and not transformed and not isinstance(momentum, Tensor) and ltx.axis_size(axis) == 1:
         _check_count(_values(x))
         moved, var = (None if t is None else t.detach().clone() for t in (running_mean, running_var))
         return nn.functional.batch_norm(x, moved, var, weight, bias, True, momentum, eps), moved, var
@@ -125,17 +125,17 @@ def sync_batch_norm(
     )
 
 
-def _kernels_take(x: torch.Tensor, *terms: torch.Tensor | None) -> bool:
+def _kernels_take(x: Tensor, *terms: Tensor | None) -> bool:
     """Whether torch's kernels accept these dtypes together."""
     dtypes = {t.dtype for t in terms if t is not None}
     return len(dtypes) < 2 and dtypes <= {x.dtype, collectives.wide(x.dtype)}
 
 
-def _normalised(eps: float, x: torch.Tensor, *terms: torch.Tensor | None) -> torch.Tensor:
+def _normalised(eps: float, x: Tensor, *terms: Tensor | None) -> Tensor:
     """Normalise `x`; `terms` are the mean, variance, weight and bias of its channels."""
     plain = x.numel() > 0 and torch.autograd.forward_ad._current_level < 0
     if plain and buffers.prefers_few_calls(x) and _kernels_take(x, *terms):
-        return cast(torch.Tensor, _Normalised.apply(eps, x, *terms))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _Normalised.apply(eps, x, *terms))  # type: ignore[no-untyped-call]
     return _normalised_by_formula(eps, x, *terms)
 
 
@@ -143,14 +143,14 @@ class _Normalised(torch.autograd.Function):
     """:func:`_normalised_by_formula` by torch's kernels, whose backward passes give statistics no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, eps: float, x: torch.Tensor, *terms: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: Any, eps: float, x: Tensor, *terms: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, *terms)
         ctx.eps = eps
         mean, var, weight, bias = terms
         return nn.functional.batch_norm(x, mean, var, weight, bias, eps=eps)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # a second derivative will be taken
             # Views, since the statistics depend on x: this takes only the gradients that don't come through them.
             given: list[Any] = [None if t is None else t.view_as(t) for t in ctx.saved_tensors]
@@ -171,7 +171,7 @@ class _Normalised(torch.autograd.Function):
         return None, dx, of_mean, of_var, None if weight is None else of_weight, None if bias is None else of_bias
 
 
-def _normalised_by_formula(eps: float, x: torch.Tensor, *terms: torch.Tensor | None) -> torch.Tensor:
+def _normalised_by_formula(eps: float, x: Tensor, *terms: Tensor | None) -> Tensor:
     dtype, (mean, var, weight, bias) = collectives.wide(x.dtype), terms
     assert mean is not None
     assert var is not None
@@ -185,7 +185,7 @@ def _normalised_by_formula(eps: float, x: torch.Tensor, *terms: torch.Tensor | N
     return y.to(x.dtype)
 
 
-def _statistics(x: torch.Tensor, axis: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _statistics(x: Tensor, axis: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(N, M, V) over all ranks: one count, and a mean and a variance for each channel."""
     dims = [0, *range(2, x.ndim)]
     n, c = _values(x), x.shape[1]
@@ -206,7 +206,7 @@ def _statistics(x: torch.Tensor, axis: Any) -> tuple[torch.Tensor, torch.Tensor,
     return count, mean, (squares + counts * (means - mean).square()).sum(0) / divisor
 
 
-def _values(x: torch.Tensor) -> int:
+def _values(x: Tensor) -> int:
     """The number of values of each channel."""
     return x.shape[0] * math.prod(x.shape[2:])
 
@@ -217,9 +217,7 @@ def _check_count(count: int) -> None:
         raise InputError(f"sync_batch_norm: {expected}, got {count} on all ranks together.")
 
 
-def _moved(
-    running: torch.Tensor | None, found: torch.Tensor, momentum: float | torch.Tensor, count: torch.Tensor
-) -> torch.Tensor | None:
+def _moved(running: Tensor | None, found: Tensor, momentum: float | Tensor, count: Tensor) -> Tensor | None:
     if running is None:
         return None
     running, found = running.detach(), found.detach().to(running.dtype)
@@ -260,7 +258,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         if not bias:  # torch's classes have the argument `bias` from 2.12 on
             self.register_parameter("bias", None)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Normalise `x`, of shape ``(N, C, *)``."""
         terms = (self.running_mean, self.running_var, self.weight, self.bias)
         if not self.training:
@@ -288,10 +286,10 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 class SyncBatchNormAct(SyncBatchNorm):
     """timm's ``BatchNormAct2d`` with :func:`sync_batch_norm`: the norm, then `drop`, then `act`."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Normalise `x`, of shape ``(N, C, H, W)``, then apply `drop` and `act`."""
         drop, act = self.get_submodule("drop"), self.get_submodule("act")
-        return cast(torch.Tensor, act(drop(super().forward(x))))
+        return cast(Tensor, act(drop(super().forward(x))))
 
 
 def convert_sync_batch_norm(module: nn.Module, axis: Any = None) -> nn.Module:

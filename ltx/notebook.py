@@ -141,9 +141,7 @@ class LtxMagics(Magics):
         if asked.out is not None:
             self.shell.user_ns[asked.out] = PerRank(values)
             return
-        shown: dict[int | None, Display] = {
-            r: value for r, value in zip(ranks, values, strict=True) if value is not None
-        }
+        shown: dict[Any, Display] = {r: value for r, value in zip(ranks, values, strict=True) if value is not None}
         if len(shown) == size and len({str(value) for value in shown.values()}) == 1:
             shown = {None: next(iter(shown.values()))}  # only once, as all look the same
         for rank, value in shown.items():

@@ -154,10 +154,8 @@ class _Recorder:
         setattr(of, name, partial(instead, getattr(of, name)))
         self._tapped.append((of, name))
 
-    def _exchange(
-        self, kept: dict[str, Any], exchange: Callable[..., list[Any]], at: Any, *call: Any, **named: Any
-    ) -> list[Any]:
-        got = exchange(at, *call, **named)
+    def _exchange(self, kept: dict[str, Any], exchange: Any, at: Any, *call: Any, **named: Any) -> list[Any]:
+        got: list[Any] = exchange(at, *call, **named)
         if named.get("wait", True):  # else nobody's values are there
             kept.setdefault(str(getattr(at, "fingerprint", at)), []).append(got)  # or its place in the store
         return got
@@ -379,9 +377,7 @@ class _Alone(Peers):
         channel.compared += 1
         return self._replayed.agreed(self.axis, channel, signature, offer)  # type: ignore[arg-type]
 
-    def exchange_values(
-        self, signature: Signature, value: Any, place: str | None = None, wait: bool = True
-    ) -> list[Any]:
+    def exchange_values(self, signature: Signature, value: Any, place: Any = None, wait: bool = True) -> list[Any]:
         return self._replayed.exchanged(self.axis, signature, value) if wait else []  # type: ignore[arg-type]
 
 

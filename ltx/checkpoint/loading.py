@@ -270,9 +270,7 @@ def _check_like(opened: Opened, leaf: Piece, name: str) -> None:
         )
 
 
-def _read(
-    opened: Opened, state: TrainState, data: str, per_rank: str, rng: bool
-) -> tuple[Restored, dict[str, Any] | None]:
+def _read(opened: Opened, state: TrainState, data: str, per_rank: str, rng: bool) -> tuple[Restored, Any]:
     """Read the state, and this rank's random number generators; raises InputError if the checkpoint doesn't fit."""
     manifest, leaves = opened.manifest, leaves_of(state)
     _check_names(opened, {leaf.name for leaf in leaves})

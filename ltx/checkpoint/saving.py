@@ -107,9 +107,7 @@ def _contents(state: TrainState, rank: int, data: Any, rng: bool) -> tuple[list[
     return own, common, encode(data, "data")
 
 
-def begin_saving(
-    operation: str, path: Any, state: TrainState, data: Any, rng: bool, keep: int | None, axis: Any
-) -> Job:
+def begin_saving(operation: str, path: Any, state: TrainState, data: Any, rng: bool, keep: Any, axis: Any) -> Job:
     base = Path(os.path.abspath(path))
     together = Together(operation, axis)
     temporary = list[Path]()

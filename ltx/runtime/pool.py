@@ -90,12 +90,8 @@ class Pool:
         return self._size
 
     def __repr__(self) -> str:
-        state = "starts new workers at the next run"
-        if self._closed:
-            state = "closed"
-        elif self._workers is not None:
-            state = f"pids {self._workers.pids}"
-        return f"<ltx.Pool of {self._size}: {state}>"
+        open_now = f"pids {self.pids}" if self.pids else "starts new workers at the next run"
+        return f"<ltx.Pool of {self._size}: {'closed' if self._closed else open_now}>"
 
     def _repr_html_(self) -> str | None:
         rows = [(f"rank {rank}", str(pid)) for rank, pid in enumerate(self.pids)]
@@ -148,9 +144,7 @@ class Pool:
         __tracebackhide__ = True
         return PerRank(self._call(range(self._size), fn, args, kwargs, timeout_s))
 
-    def _call(
-        self, ranks: Sequence[int], fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: Any
-    ) -> list[T]:
+    def _call(self, ranks: Sequence[int], fn: Callable[..., T], args: Any, kwargs: Any, timeout_s: Any) -> list[T]:
         __tracebackhide__ = True
         if not callable(fn):
             raise ArgumentError(f"ltx.Pool: what workers run must be a function, got {brief(fn)}.")
@@ -173,8 +167,8 @@ class Pool:
         kept, kinds = False, set[type]()
         try:
             answers = workers.collect(self._calls, call, ranks, name, limit_s, self._grace_s)
-            kept = all(isinstance(answers.get(rank), Result | Failure) for rank in ranks)
             kinds = {type(answers.get(rank)) for rank in ranks}
+            kept = kinds <= {Result, Failure}
             # Where all ranks have raised and sent nothing, as for a typo, their world is as it was.
             workers.failed = len(kinds) > 1 or not (kept and all(answers[rank].in_world for rank in ranks))
         except CallInterruptedError as interrupt:

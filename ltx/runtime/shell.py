@@ -127,10 +127,9 @@ def finish() -> None:
 
 
 class _Publisher(DisplayPublisher):
-    def publish(
-        self, data: Any, metadata: Any = None, source: Any = "", *, transient: Any = None, update: Any = False, **_: Any
-    ) -> None:
-        show.deliver(show.Display(data, metadata or {}, (transient or {}).get("display_id"), update))
+    def publish(self, data: Any, metadata: Any = None, *_: Any, **sent: Any) -> None:
+        name = (sent.get("transient") or {}).get("display_id")
+        show.deliver(show.Display(data, metadata or {}, name, sent.get("update", False)))
 
     def clear_output(self, wait: bool = False) -> None:
         show.deliver(show.Cleared(wait))

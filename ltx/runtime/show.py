@@ -70,7 +70,7 @@ class Area:
         self._label = "" if rank is None else f"[rank {rank}] "
         self._places: list[Any] = []  # handles of displays
         self._at = 0  # the index of the place for the next display
-        self._named: dict[str, Any] = {}
+        self._named: dict[str | None, Any] = {}
         self._printed = ""  # the text in the last place, if that is printed text
         self.prints = False  # whether printed text is put in places too, so that it is cleared with the displays
 
@@ -86,9 +86,7 @@ class Area:
             if seen.name in self._named:
                 put(self._named[seen.name], bundle, seen.metadata)
             return
-        place = self._next(bundle, seen.metadata)
-        if seen.name is not None:
-            self._named[seen.name] = place
+        self._named[seen.name] = self._next(bundle, seen.metadata)
 
     def print(self, text: str) -> None:
         """Show printed text in the last place if that holds printed text already, else in the next."""
