@@ -248,26 +248,21 @@ def _pieces(opened: Opened, leaf: Piece, per_rank: str, layout: StateLayout) -> 
     else:
         names = [name_on(rank, leaf.name) for rank in range(opened.saved_ranks)]
     for name in names:
-        _check_like(opened, leaf, name)
+        (shape, dtype), here = opened.like(name), leaf.size
+        if leaf.kind == "sharded" and len(shape) == 1:
+            fits = abs(shape[0] - here[0]) < max(opened.saved_ranks, leaf.parts)  # each is padded for its ranks
+        else:
+            fits = shape == here
+        if not fits or dtype != leaf.tensor.dtype:
+            saved = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+            wanted = f"{str(leaf.tensor.dtype).removeprefix('torch.')}{list(here)}"
+            raise InputError(
+                f"checkpoint.load: leaf {leaf.name!r} was saved as {saved}, and is {wanted} in the state. Build the "
+                f"state with the model, optimizer and strategy that it was saved with ({opened.manifest['strategy']})."
+            )
     averaged = leaf.tensor.is_floating_point() or leaf.tensor.is_complex()
     room = torch.clone if leaf.kind == "sharded" else torch.empty_like  # padding that wasn't saved stays as from init
     return [replace(leaf, name=x, tensor=room(leaf.tensor.detach())) for x in (names if averaged else names[:1])]
-
-
-def _check_like(opened: Opened, leaf: Piece, name: str) -> None:
-    """Raise unless the tensor saved under `name` has the shape and dtype of `leaf`."""
-    (shape, dtype), here = opened.like(name), leaf.size
-    if leaf.kind == "sharded" and len(shape) == 1:
-        fits = abs(shape[0] - here[0]) < max(opened.saved_ranks, leaf.parts)  # each is padded for its ranks
-    else:
-        fits = shape == here
-    if not fits or dtype != leaf.tensor.dtype:
-        saved = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
-        wanted = f"{str(leaf.tensor.dtype).removeprefix('torch.')}{list(here)}"
-        raise InputError(
-            f"checkpoint.load: leaf {leaf.name!r} was saved as {saved}, and is {wanted} in the state. Build the state "
-            f"with the model, optimizer and strategy that it was saved with ({opened.manifest['strategy']})."
-        )
 
 
 def _read(opened: Opened, state: TrainState, data: str, per_rank: str, rng: bool) -> tuple[Restored, Any]:

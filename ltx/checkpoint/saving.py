@@ -17,7 +17,7 @@ import torch
 
 from ltx.checkpoint import directory, storage
 from ltx.checkpoint.storage import Piece, check_plain, check_state, digest, encode, leaves_of, owned
-from ltx.checkpoint.together import Together
+from ltx.checkpoint.together import OUTCOME, Together
 from ltx.core import comm
 from ltx.core.base.arguments import checked, seconds, shown, whole
 from ltx.core.comm.backends import HostCopy
@@ -75,7 +75,7 @@ class Job:
                 warnings.warn(told, RuntimeWarning, stacklevel=2)
         except BaseException as error:
             if not isinstance(error, Exception) and not self.temporary.exists():
-                self.together.tell([])  # the checkpoint exists already, so peers needn't fail
+                self.together.announce(OUTCOME, [[], None])  # the checkpoint exists already, so peers needn't fail
             raise
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
 from ltx import errors
 from ltx.core import comm
 from ltx.core.base.errors import message_of
@@ -19,7 +21,8 @@ from ltx.errors import CheckpointError, LtxError, UnsupportedError, WorldError
 T = TypeVar("T")
 
 _HEARD_S, _LEAVING_S = 10.0, 1.0  # how long rank 0 waits until the others have read its outcome; and if it raises
-_PARTS, _OUTCOME, _HEARD = 2, 3, 4  # places of conclude(): parts for rank 0, its outcome, that others have read it
+_PARTS, OUTCOME, _HEARD = 2, 3, 4  # places of conclude(): parts for rank 0, its outcome (errors by rank, and why it
+# has left), that others have read it
 
 Trouble = tuple[str, str] | None  #: a rank's error as the others learn of it: (class name, text); None without an error
 
@@ -82,9 +85,11 @@ class Together:
             )
         self.size = found.size
         self.rank = 0 if self.comm is None else self.comm.rank
-        self._exchange: comm.StoreExchange | None = None if self.comm is None else self.comm.peers.store_exchange
-        self._places = "" if self._exchange is None else self._exchange.new_place()
+        alone = comm.StoreExchange(HashStore(), 0, 1, 0.0, list)
+        self._exchange = alone if self.comm is None else self.comm.peers.store_exchange
+        self._places = self._exchange.new_place()
         self._at = 0  # the last place at which this rank has announced something
+        self._over = False  # all is said
 
     def exchange(self, make: Callable[[], tuple[T, Any]], failed: str, after: str = "") -> tuple[T, list[Any]]:
         """`make` returns a pair: return its first, and every rank's second, which is JSON. For the training's thread.
@@ -99,35 +104,27 @@ class Together:
 
     def _meet(self, post: list[Any]) -> list[list[Any]]:
         """Announce `post` at the next place; return every rank's post there."""
-        if self.comm is None:
-            return [post]
-        if self._at == 0:  # peers may be at another call
+        if self._at == 0 and self.comm is not None:  # peers may be at another call
             posts = self.comm.peers.exchange_values(self._signature, post, f"{self._places}/1")
             self._at = 1
             return posts
-        self._announce(self._at + 1, post)
+        self.announce(self._at + 1, post)
         return self._collect(self._at, range(self.size))
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
-        """A context in which peers wait for this rank; they learn of it if it raises."""
+        """A context in which peers wait for this rank; if it raises, they learn of it wherever they might wait."""
         try:
             yield
         except BaseException as error:
-            self.leave(error)
+            post, places = [None, said_of(error)], range(self._at + 1, max(self._at + 1, _HEARD) + 1)
+            with suppress(LtxError):  # peers will notice that this rank is unreachable
+                for at in places if not self._over else ():
+                    if at == 1 and self.comm is not None:
+                        self.comm.peers.exchange_values(self._signature, post, f"{self._places}/1", wait=False)
+                    else:
+                        self._exchange.announce(f"{self._places}/{at}", post)
             raise
-
-    def leave(self, error: BaseException) -> None:
-        """Leave this call because of `error`, and tell the peers at all places where they might wait for this rank."""
-        if self.comm is None or self._exchange is None:
-            return
-        post = [None, said_of(error)]
-        with suppress(LtxError):  # peers will notice that this rank is unreachable
-            for at in range(self._at + 1, max(self._at + 1, _HEARD) + 1):
-                if at == 1:
-                    self.comm.peers.exchange_values(self._signature, post, f"{self._places}/1", wait=False)
-                else:
-                    self._exchange.announce(f"{self._places}/{at}", post)
 
     def conclude(self, make: Callable[[], T], decide: Callable[[list[T]], None], failed: str, after: str = "") -> None:
         """Call `make` on all ranks, ``decide(results)`` on rank 0; raise as :meth:`exchange`. In any thread."""
@@ -136,36 +133,29 @@ class Together:
             with self.leaving():
                 mine, failure, trouble = _tried(make)
                 if self.rank > 0:
-                    self._announce(_PARTS, [mine, trouble])
-                    ((troubles, left),) = self._collect(_OUTCOME, [0])
+                    self.announce(_PARTS, [mine, trouble])
+                    ((troubles, left),) = self._collect(OUTCOME, [0])
                     troubles = [left, None] if left else troubles  # rank 0 has left, and others may not have
-                    self._announce(_HEARD, None)
+                    self.announce(_HEARD, None)
                 else:
                     parts = [[mine, trouble], *self._collect(_PARTS, range(1, self.size))]
                     troubles = [trouble for _, trouble in parts]
                     if not any(troubles):
                         _, failure, troubles[0] = _tried(lambda: decide([part for part, _ in parts]))
-                    self.tell(troubles)
+                    self.announce(OUTCOME, [troubles, None])
             patience_s = _HEARD_S
         finally:
-            if self._exchange is not None and self.rank == 0:  # rank 0 may end next, and the store with it
+            if self.rank == 0 and not self._over:  # rank 0 may end next, and the store with it
                 with suppress(LtxError):
                     self._collect(_HEARD, range(1, self.size), patience_s)
-                    for at in (_PARTS, _OUTCOME, _HEARD):
+                    for at in (_PARTS, OUTCOME, _HEARD):
                         self._exchange.forget(f"{self._places}/{at}")
-            self._exchange = None  # all is said
+            self._over = True
         refuse(troubles, failure, failed, after)
 
-    def tell(self, troubles: Sequence[Trouble]) -> None:
-        """On rank 0: tell the others the errors, by rank."""
-        self._announce(_OUTCOME, [troubles, None])
-
-    def _announce(self, at: int, value: Any) -> None:
-        if self._exchange is not None:
-            self._exchange.announce(f"{self._places}/{at}", value)
-            self._at = at
+    def announce(self, at: int, value: Any) -> None:
+        self._exchange.announce(f"{self._places}/{at}", value)
+        self._at = at
 
     def _collect(self, at: int, ranks: Sequence[int], timeout_s: float | None = None) -> list[Any]:
-        if self._exchange is None:
-            return []
         return self._exchange.collect(f"{self._places}/{at}", self.operation, ranks, timeout_s)
