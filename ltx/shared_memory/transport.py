@@ -348,9 +348,8 @@ class SharedMemoryTransport:
         with self._turn:  # no phase is running
             self._emptied_at_close = self.emptied
             self._forget_queue()
-            for words in self._counters:
+            for words, sums in zip(self._counters, self._sums, strict=True):
                 words.release()
-            for sums in self._sums:
                 sums.release()
             self._views, self._bytes, self._counters, self._sums = {}, [], [], []
         close_files(self._locks, self._files)

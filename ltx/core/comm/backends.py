@@ -17,10 +17,10 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -71,8 +71,6 @@ def accelerator() -> str | None:
 #: A function of ``(made, used=())``: tensors that the fenced stream made for others, and used of the one before it.
 StreamFence = Callable[..., None]
 
-_NOTHING = nullcontext()
-
 
 class CommStream:
     """The stream of one device on which an axis communicates, beside the stream that computes."""
@@ -87,7 +85,7 @@ class CommStream:
     def behind_current(self) -> AbstractContextManager[Any]:
         """A context on this stream, behind the current one. Keep what it uses until :meth:`fence` was waited for."""
         if self._stream is None:
-            return _NOTHING
+            return ledger.NOTHING
         self._behind = torch.accelerator.current_stream(self._device.index)
         self._stream.wait_stream(self._behind)
         return self._stream
@@ -273,8 +271,10 @@ def open_group(
     make: Any = c10d._new_process_group_helper
     store: Any = c10d._get_default_store()
     if in_turn and backend == "gloo":
-        _register_in_turn()
         backend = _IN_TURN
+        if backend not in dist.Backend.backend_list:  # gloo with one thread, which torch doesn't offer by name
+            devices = dist.Backend.backend_capability["gloo"]
+            dist.Backend.register_backend(backend, partial(connect, threads=1), devices=devices)
     set_up_watchdog()
     # If the world is bound to a device, torch makes groups by splitting it, for which all of its ranks are needed.
     world: Any = c10d._get_default_group()
@@ -290,10 +290,10 @@ def open_group(
         group._set_default_backend(kinds.GLOO if "gloo" in backend else kinds.CUSTOM)
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     if device is not None and type(group) is dist.ProcessGroup:
-        connect: Any = group._get_backend(device)
+        ahead: Any = group._get_backend(device)
         group.bound_device_id = device
-        if getattr(connect, "supports_splitting", False):  # backends that can split groups can connect ahead, too
-            connect.eager_connect_single_device(device)
+        if getattr(ahead, "supports_splitting", False):  # backends that can split groups can connect ahead, too
+            ahead.eager_connect_single_device(device)
     return group
 
 
@@ -339,14 +339,6 @@ class StreamGroup:
             self.has_lost_pass = self.failed or not self.of_last_pass.is_completed()
         self.aborted = True  # before streams go on
         self.group.abort()
-
-
-@cache
-def _register_in_turn() -> None:
-    """Register gloo with one thread as a backend, which torch doesn't offer by name."""
-
-    make = partial(connect, threads=1)
-    dist.Backend.register_backend(_IN_TURN, make, devices=dist.Backend.backend_capability["gloo"])
 
 
 # NCCL's watchdog should only give collectives up; waits of ltx raise the errors.

@@ -21,17 +21,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from ltx.core.base import private
-from ltx.core.base.errors import (
-    AxisError,
-    CollectiveTimeoutError,
-    LtxError,
-    PeerLostError,
-    RankMismatchError,
-    TransportError,
-    UnsupportedError,
-    WorldError,
-)
+from ltx.core.base import errors, private
 from ltx.core.base.traced import recording
 from ltx.core.comm import ledger
 from ltx.core.comm.backends import HostCopy, StreamGroup, is_of_network, is_out_of_memory, to_device
@@ -61,7 +51,7 @@ class Work:
     _event: ledger.Event | None
     _finish: Callable[[torch.Tensor], torch.Tensor] = as_it_is
     _ordered: StreamGroup | None = None  # set if waits order streams
-    _given_up: LtxError | None = None
+    _given_up: errors.LtxError | None = None
     # the sum of the result's elements, if asked for; NaN if unknown
     total: float | None = None
     note: Sequence[float] = ()  # the sums over ranks of the note that :meth:`Channel.issue` was given
@@ -74,7 +64,7 @@ class Work:
         """Drop this work, for which peers won't come any more. A later :meth:`wait` raises."""
         if self._work is not None:
             self._work = None
-            self._given_up = AxisError(
+            self._given_up = errors.AxisError(
                 f"{self._label} was under way on axis {self._channel.axis_name!r} when that was closed, or when "
                 "train.init began another training there, and was given up. Finish it before: train.finish(state)."
             )
@@ -114,7 +104,7 @@ class Work:
                 if self._event is not None:
                     now = time.perf_counter()
                     self._event.waited_s, self._event.completed_s = now - began, self._event.completed_s or now
-        except LtxError as error:
+        except errors.LtxError as error:
             self._channel.failed = error
             raise
         self._work = None  # only now: after a failed or interrupted wait the collective is still incomplete
@@ -141,7 +131,7 @@ class Work:
         try:
             work.wait()
         except RuntimeError as error:
-            self._explain(error)
+            self._channel.explain(error, self.number, self._label)
             raise
         if group.cut_off or group.failed:
             self._channel.check_device(group, self.number, self._label)
@@ -168,14 +158,8 @@ class Work:
         try:
             return ask()
         except RuntimeError as error:
-            self._explain(error)
-            raise
-
-    def _explain(self, error: RuntimeError) -> None:
-        try:
             self._channel.explain(error, self.number, self._label)
-        finally:
-            self._channel.peers.done()
+            raise
 
     def _pass(self, work: TransportWork, began: float) -> None:
         channel = self._channel
@@ -186,7 +170,7 @@ class Work:
             # This comes first: a peer that ended may have said why.
             channel.look_around(began, self.number, self._label, now=bool(lost))
             if lost:
-                raise PeerLostError(
+                raise errors.PeerLostError(
                     f"rank {channel.rank}: {self._label} on axis {channel.axis_name!r} failed while waiting for its "
                     f"peers: {channel.peers.why('lost', lost)}."
                 )
@@ -194,7 +178,7 @@ class Work:
             self._event.completed_s = work.completed_s
         if work.refused:
             channel.look_around(began, self.number, self._label, now=True)  # a peer may say why
-            raise RankMismatchError(
+            raise errors.RankMismatchError(
                 f"rank {channel.rank}: {self._label} on axis {channel.axis_name!r}: a peer has issued another "
                 "collective here, or the same ones in another order. Nothing of it was used. "
                 f"{channel.peers.why('refused') or WHICH_CALL}"
@@ -219,7 +203,7 @@ class Channel:
     transport: Transport | None  # shared memory, if all ranks are on one machine
     stream_group: StreamGroup | None  # the group for tensors on the device, if the axis has a stream-ordered backend
     _on_streams: str | None  # the type of device whose tensors the stream group takes
-    failed: LtxError | None = None  # the error after which a collective never completed
+    failed: errors.LtxError | None = None  # the error after which a collective never completed
     issued: int = 0
     compared: int = 0
     begun: int = 0  # the number of buffers that `threads` have issued (see diagnosis)
@@ -242,7 +226,7 @@ class Channel:
         """Raise if `label` can't be issued because of an earlier failure."""
         if self.failed is None and self.transport is not None and self.transport.error is not None:
             self.failed = self.transport_failed("an earlier collective")
-        if isinstance(self.failed, WorldError):  # no collective has failed: this process is a fork of the rank
+        if isinstance(self.failed, errors.WorldError):  # no collective has failed: this process is a fork of the rank
             raise self.failed
         if self.failed is not None:
             raise type(self.failed)(
@@ -258,11 +242,11 @@ class Channel:
         self.issued += 1
         self.digest = (self.digest * 1_000_003 + agreement.fingerprint) % _DIGEST_PRIME
 
-    def transport_failed(self, label: str) -> TransportError:
+    def transport_failed(self, label: str) -> errors.TransportError:
         """The error for a collective that can't complete because the shared-memory transport has failed on a rank."""
         assert self.transport is not None
         each = "; ".join(f"on rank {rank}: {why}" for rank, why in self.transport.failures().items())
-        return TransportError(
+        return errors.TransportError(
             f"rank {self.rank}: {label} on axis {self.axis_name!r} failed halfway in shared memory {each}. Nothing "
             "more can be issued on this axis: ltx.shutdown() and start again. LTX_SHARED_MEMORY=0 goes by sockets."
         )
@@ -278,13 +262,14 @@ class Channel:
         self, error: RuntimeError, number: int, label: str, failed: str = "failed while waiting for its peers"
     ) -> None:
         """If the backend's `error` at issue `number` is due to the peers, raise an error that says so."""
+        self.peers.done()
         if not is_of_network(error):
             return
         if "Timed out" in str(error) or "operation timeout" in str(error):  # the backend's own timeout
             raise self.timed_out(number, label) from error
         # A peer that has aborted may have told the reason.
         self.peers.waiting(self, number, label, 0.0, now=True)
-        raise PeerLostError(
+        raise errors.PeerLostError(
             f"rank {self.rank}: {label} on axis {self.axis_name!r} {failed}: {self.peers.why('broken')}. ({error})"
         ) from error
 
@@ -295,9 +280,9 @@ class Channel:
         if group is not None and group.cut_off:
             self.explain(dist.DistBackendError("its communicator was aborted"), number, label)
 
-    def timed_out(self, number: int, label: str) -> CollectiveTimeoutError:
+    def timed_out(self, number: int, label: str) -> errors.CollectiveTimeoutError:
         """The error for issue `number`, to which some peers haven't come; this rank may have issued more since."""
-        return CollectiveTimeoutError(
+        return errors.CollectiveTimeoutError(
             f"rank {self.rank}: {label} (issue {number}) on axis {self.axis_name!r}, channel {self.name!r}, "
             f"didn't complete within {self.timeout_s:g} s: {self.peers.why('late', self, number)}. Every rank "
             "must call the same collectives in the same order."
@@ -308,7 +293,7 @@ class Channel:
         try:
             self._watch(copy.ready, label)
             self.check_device(self.stream_group, self.begun, label)
-        except LtxError as error:
+        except errors.LtxError as error:
             self.failed = error
             raise
         return copy.read()
@@ -323,8 +308,8 @@ class Channel:
         """Wait, as :meth:`wait_for_host` does, for a collective that another library has issued beside this channel."""
         try:
             self._watch(future.done, label)
-        except CollectiveTimeoutError:  # the usual text lists issues of this channel, which this collective isn't
-            raise CollectiveTimeoutError(
+        except errors.CollectiveTimeoutError:  # the usual text lists issues of this channel, which this isn't
+            raise errors.CollectiveTimeoutError(
                 f"rank {self.rank}: {label} on axis {self.axis_name!r} didn't complete within {self.timeout_s:g} s."
             ) from None
 
@@ -366,13 +351,13 @@ class Channel:
             for work in works:
                 if work.number > min(issued for issued, _ in by_rank):
                     work.give_up()  # ranks behind have added zeros
-        except LtxError:
+        except errors.LtxError:
             return  # a peer is gone, or has issued something else: the peer won't join
 
     def refuse_recording(self, label: str) -> None:
         """Raise if the call is recorded, to run later."""
         if recording():
-            raise UnsupportedError(
+            raise errors.UnsupportedError(
                 f"rank {self.rank}: {label} on axis {self.axis_name!r}: no graph (torch.export, make_fx, linearize) "
                 "can hold it, and fake tensors can't be sent. Call it outside of what is recorded."
             )
@@ -416,7 +401,7 @@ class Channel:
             self.refuse_recording(label)
         entry, dtype = OPERATIONS[operation], buffer.dtype
         if not entry.moves and dtype not in SUMMED:
-            raise UnsupportedError(
+            raise errors.UnsupportedError(
                 f"rank {self.rank}: {label} on axis {self.axis_name!r}: {dtype} has no {operation} among ranks. Cast."
             )
         self.begun += 1
@@ -450,7 +435,8 @@ class Channel:
                 work, value, finish = entry.start(*given)
         except RuntimeError as error:
             if is_out_of_memory(error):  # only this rank failed: its peers would pair its next collective with this one
-                self.failed = RankMismatchError(f"rank {self.rank}: {label} couldn't be issued for want of memory.")
+                why = f"rank {self.rank}: {label} couldn't be issued for want of memory."
+                self.failed = errors.RankMismatchError(why)
                 for axis in [axis for axis in self.peers.own.axes if self in axis.channels]:
                     axis.passes.end_world(self.failed, label)  # its peers, which may wait already, are told
             self.explain(error, self.begun, label, "could not be issued")

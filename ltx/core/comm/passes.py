@@ -17,23 +17,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from ltx.core.base import private
-from ltx.core.base.errors import (
-    CollectiveTimeoutError,
-    DeadlockDetectedError,
-    LtxError,
-    PeerLostError,
-    StepLeftOutError,
-    UnsupportedError,
-    said_of,
-)
+from ltx.core.base import errors, private
 from ltx.core.base.traced import TracedValueError
 from ltx.core.comm.backends import unregister
 from ltx.core.comm.peers import OfAxis
 from ltx.core.comm.signature import RAISED
 
 #: Errors that say that a peer has left, or hasn't come.
-OF_PEERS = CollectiveTimeoutError, DeadlockDetectedError, PeerLostError
+OF_PEERS = errors.CollectiveTimeoutError, errors.DeadlockDetectedError, errors.PeerLostError
 
 _FORWARD = "a forward pass"
 
@@ -96,7 +87,7 @@ class Passes:
     def in_step(self, number: int) -> Iterator[Callable[[], None]]:
         """As :meth:`Ranks.in_step`. Meanwhile step summaries carry the `number`."""
         if self.step is not None and self._thread != threading.get_ident():
-            error = UnsupportedError(
+            error = errors.UnsupportedError(
                 f"rank {self._comm.rank}: two threads run training steps on axis {self._comm.name!r} at a time, so "
                 "ranks may come to them in different orders, and mix their gradients. Run all steps in one thread."
             )
@@ -115,7 +106,7 @@ class Passes:
         try:
             yield partial(committed.append, True)
         except BaseException as error:
-            if not committed and not isinstance(error, StepLeftOutError):
+            if not committed and not isinstance(error, errors.StepLeftOutError):
                 self.leave(error, sent)
             raise
         finally:
@@ -202,7 +193,7 @@ class Passes:
         if failed or (sent != self.sent() and any(axis.size > 1 for axis in self._comm.peers.own.axes)):
             self.end_world(why, what)  # a rank that is alone can't be out of step with another
         elif self.failed is None:
-            self.raised, self._raised_at = Raised(self.call, said_of(why), what or self._what), self._calls()
+            self.raised, self._raised_at = Raised(self.call, errors.said_of(why), what or self._what), self._calls()
             self._comm.peers.tell(wait=True)  # a peer that finds this rank elsewhere reads why
 
     @contextmanager
@@ -217,7 +208,7 @@ class Passes:
     def end_world(self, why: BaseException | str, what: str = "") -> None:
         """This rank issues nothing more on any axis of its world, because of an exception in a pass, or in `what`."""
         for axis in list(self._comm.peers.own.axes):
-            axis.passes.fail(Failed(said_of(why), isinstance(why, PeerLostError), what or self._what))
+            axis.passes.fail(Failed(errors.said_of(why), isinstance(why, errors.PeerLostError), what or self._what))
         self._comm.peers.tell()
 
     def fail(self, failed: Failed) -> None:
@@ -227,7 +218,7 @@ class Passes:
         self.failed = failed
         axis, user = self._comm, self._comm.user
         what = f"{failed.what} on axis" if failed.what else "axis"
-        kind = PeerLostError if failed.lost else DeadlockDetectedError
+        kind = errors.PeerLostError if failed.lost else errors.DeadlockDetectedError
         error = kind(f"rank {axis.rank}: {what} {axis.name!r} was left halfway ({failed.why}).")
         for channel in axis.channels:
             channel.failed = channel.failed or error
@@ -235,7 +226,7 @@ class Passes:
             unregister(channel.group)
         if (group := user.stream_group) is not None:
             if axis.unread is not None:  # no pass has begun since the last one: let the device complete that
-                with suppress(LtxError):
+                with suppress(errors.LtxError):
                     user.wait_for_device("the end of the last pass")
             group.abort()
             unregister(group.group)

@@ -27,22 +27,9 @@ from ltx.core.base.handed_in import HandedIn
 from ltx.core.comm.backends import let_go, looking_out
 from ltx.core.ranks.axis import DEFAULT_NAME, Axis, set_world_axes
 from ltx.core.transforms.strategy import Strategy
+from ltx.core.world import world as worlds
 from ltx.core.world.groups import adopted_world, check_mesh, close_ended, make_group, open_axes
-from ltx.core.world.world import (
-    RANK_VARIABLE,
-    Placement,
-    Session,
-    World,
-    abandon,
-    forget,
-    process,
-    settings_of_world,
-    shutdown,
-    tell_children,
-    world,
-    world_of,
-    world_of_parent,
-)
+from ltx.core.world.world import Placement, World, process, shutdown, world, world_of
 from ltx.typing import Tree
 
 DEFAULT_TIMEOUT = timedelta(seconds=1800)
@@ -135,7 +122,7 @@ def init(
                 f"({session.pid}), whose world isn't its own. Start ranks with ltx.launch, or before ltx.init."
             )
         session = None
-        forget()
+        worlds.forget()
     # The user may have destroyed the default group, which other libraries expect after ltx.init.
     own = session is not None and session.world.launcher != "user" and session.settings["placement"].master is not None
     has_failed = session is not None and (comm.has_failed(of_peers=True) or (own and not dist.is_initialized()))
@@ -143,7 +130,7 @@ def init(
         session = again(session)
     if session is None:
         session = process.session = _start(asked)
-        HandedIn.launchers.note_uncaught(abandon)
+        HandedIn.launchers.note_uncaught(worlds.abandon)
         atexit.unregister(shutdown)  # register it once; it runs before handlers that were registered earlier
         atexit.register(shutdown)
     else:
@@ -163,7 +150,7 @@ def init(
 
 def renew(count: int) -> None:
     """Make a new world with the same settings, in place of one that failed. `count`: its number, above all ranks'."""
-    settings = settings_of_world()
+    settings = worlds.settings_of_world()
     settings.pop("placement", None)  # as the environment says
     shutdown()
     if dist.is_initialized():  # the user's world, which failed too
@@ -172,7 +159,7 @@ def renew(count: int) -> None:
     process.session = _start(settings)
 
 
-def again(old: Session) -> Session:
+def again(old: worlds.Session) -> worlds.Session:
     """Make a new world as `old`, which an exception has ended. Who holds the old one holds the new one."""
     if old.world.launcher == "user":
         raise WorldError(
@@ -222,7 +209,7 @@ def to_device(tree: Tree) -> Tree:
     return trees.unflatten(spec, [moved(leaf) for leaf in leaves])
 
 
-def _start(asked: Mapping[str, Any]) -> Session:
+def _start(asked: Mapping[str, Any]) -> worlds.Session:
     with ExitStack() as undo, ExitStack() as meanwhile:
         asked = {"timeout": DEFAULT_TIMEOUT, "heartbeat_timeout": DEFAULT_HEARTBEAT, **asked}
         timeout, heartbeat = asked["timeout"], asked["heartbeat_timeout"]
@@ -231,7 +218,7 @@ def _start(asked: Mapping[str, Any]) -> Session:
             if dist.is_initialized()
             else HandedIn.launchers.placement_from_env(os.environ)
         )
-        mine = world_of_parent()
+        mine = worlds.world_of_parent()
         if mine is not None and (mine.rank, mine.size) == (placement.rank, placement.size):
             raise WorldError(
                 f"rank {mine.rank}: this process ({os.getpid()}) is a worker of rank {mine.rank} of {mine.size}, whose "
@@ -254,8 +241,8 @@ def _start(asked: Mapping[str, Any]) -> Session:
         else:
             axes, whole = tuple(Axis(name, size) for name, size in mesh), None
         if world.size > 1:
-            undo.callback(os.environ.pop, RANK_VARIABLE, None)
-            tell_children(world)
+            undo.callback(os.environ.pop, worlds.RANK_VARIABLE, None)
+            worlds.tell_children(world)
         undo.callback(set_world_axes, ())
         set_world_axes(axes, whole)
         undo.callback(_close_others, axes if whole is None else (*axes, whole), held)
@@ -267,7 +254,7 @@ def _start(asked: Mapping[str, Any]) -> Session:
         settings = asked | {"backend": world.backend, "mesh": mesh, "placement": placement}
         for tell in process.when_made:
             tell()
-        return Session(world, settings, undo.pop_all())
+        return worlds.Session(world, settings, undo.pop_all())
 
 
 def _close_others(axes: tuple[Axis, ...], held: list[Any]) -> None:
