@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from ltx.core.base import kernel
 from ltx.core.base.errors import DeadlockDetectedError, LtxError, PeerLostError
-from ltx.core.comm.passes import Failed, Raised
+from ltx.core.comm.passes import Failed
 
 OPENED = "opened"  #: keys with this suffix count the axes that a rank has opened; without the key none
 CHECKS = "checks"  #: the prefix of the places of calls that ltx.debug_checks() compares
@@ -83,7 +83,7 @@ class Told:
 @dataclass(frozen=True)
 class Status:
     at: str = ""  # the place in the store at which the rank waits for its peers
-    raised: Raised | None = None
+    raised: Failed | None = None
     failed: Failed | None = None
     ended: bool = False  # in good order
     issued: dict[str, int] = field(default_factory=dict)  # the number of issued buffers on each channel, by its address
@@ -133,8 +133,7 @@ class Record:
         found = told["found"] and ([(*node,) for node in told["found"][0]], told["found"][1])
         counts = {key: (number, threads) for key, (number, threads) in told["counts"].items()}
         for status in fields["axes"].values():
-            status["raised"] = status["raised"] and Raised(**status["raised"])
-            status["failed"] = status["failed"] and Failed(**status["failed"])
+            status |= {key: status[key] and Failed(**status[key]) for key in ("raised", "failed")}
         fields["silent"] = {int(rank): (beat, why) for rank, (beat, why) in fields["silent"].items()}
         fields["axes"] = {label: Status(**status) for label, status in fields["axes"].items()}
         fields["told"] = Told([ThreadWait(**wait) for wait in told["waits"]], counts, found)
@@ -182,21 +181,19 @@ def diagnose(
     of_pool: int = 0,
 ) -> LtxError | None:
     """The error if rank `me` on axis `name`, of these `ranks` of the world, waits in vain by the records; None if the
-    wait may still end. `call`: as :attr:`Raised.call`, of its pass; -1 if it waits outside of passes. `issue`:
+    wait may still end. `call`: as :attr:`Failed.call`, of its pass; -1 if it waits outside of passes. `issue`:
     the channel's address, and the issue that it waits for there. `of_pool`: the call of a Pool that it is in.
     """
     known = {place: records[rank] for place, rank in enumerate(ranks) if rank in records and place != me}
     peers = {place: record.on(label) for place, record in known.items()}
     for peer, status in peers.items():
-        left: Failed | Raised | None = status.raised
-        if left is not None and left.call != call:
-            left = None
-        if status.failed is not None and status.failed.matters(of_pool):
-            left = status.failed
-        if left is not None:
+        left = status.failed
+        if left is None or not left.matters(of_pool):
+            left = status.raised
+        if left is not None and (left is status.failed or left.call == call):
             halfway = f"{left.what} on axis {name!r} halfway" if left.what else f"axis {name!r} because of an exception"
             text = f"rank {me}: rank {peer} has left {halfway} ({left.why}), so what this rank waits for won't come."
-            kind = PeerLostError if isinstance(left, Failed) and left.lost else DeadlockDetectedError
+            kind = PeerLostError if left.lost else DeadlockDetectedError
             error = kind(text + _NEW_WORLD if left.what else text)
             error.told = left.why if left.why.startswith("after rank ") else f"after rank {peer} had left: {left.why}"
             return error

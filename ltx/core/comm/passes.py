@@ -30,22 +30,15 @@ _FORWARD = "a forward pass"
 
 
 @dataclass(frozen=True)
-class Raised:
-    """A pass, or a step of the training, that a rank has left before it had sent anything."""
-
-    call: int  # the number of passes, and of the user's collectives, before it
-    why: str
-    what: str
-
-
-@dataclass(frozen=True)
 class Failed:
-    """Why a rank's world ends."""
+    """Why a rank's world ends, or why it has left a pass or step before it had sent anything."""
 
     why: str
-    lost: bool  # whether the reason is a lost peer
+    lost: bool = False  # whether the reason is a lost peer
     what: str = ""  # the pass or step that it has left halfway
-    call: int | None = None  # the call of a Pool that raised; ranks in a later one know that all had raised, and go on
+    #: Of a pass: the number of passes, and of the user's collectives, before it. Of a world: the call of a Pool that
+    #: raised; ranks in a later one know that all had raised, and go on.
+    call: int | None = None
 
     def matters(self, call: int) -> bool:
         """Whether it ends the world of a rank that is in this `call`."""
@@ -77,11 +70,9 @@ class Passes:
         self._thread = 0  # which runs that step
         #: The number of passes and of the user's collectives before the last step, or forward pass of a plain step.
         self.call = self._raised_at = 0
-        self.raised: Raised | None = None  # the last one of these, if it raised before this rank had sent anything
+        self.raised: Failed | None = None  # the last one of these, if it raised before this rank had sent anything
         self.counted = ""  # why the last one had raised, in words, if it counts as a pass
         self.failed: Failed | None = None  # why this rank issues nothing more on the axis
-
-    # --- steps and passes --------------------------------------------------------------------------------------------
 
     @contextmanager
     def in_step(self, number: int) -> Iterator[Callable[[], None]]:
@@ -175,8 +166,6 @@ class Passes:
         task = private.graph_task()
         return task >= 0 and any(entered.task == task and not entered.is_done for entered in self._under_way)
 
-    # --- exceptions --------------------------------------------------------------------------------------------------
-
     def sent(self) -> int:
         """The number of collectives that this rank has issued on all axes of its world."""
         return int(self._comm.peers.own.sent)
@@ -193,7 +182,8 @@ class Passes:
         if failed or (sent != self.sent() and any(axis.size > 1 for axis in self._comm.peers.own.axes)):
             self.end_world(why, what)  # a rank that is alone can't be out of step with another
         elif self.failed is None:
-            self.raised, self._raised_at = Raised(self.call, errors.said_of(why), what or self._what), self._calls()
+            self.raised = Failed(errors.said_of(why), what=what or self._what, call=self.call)
+            self._raised_at = self._calls()
             self._comm.peers.tell(wait=True)  # a peer that finds this rank elsewhere reads why
 
     @contextmanager

@@ -9,7 +9,7 @@ import pytest
 
 from ltx.core.base import kernel
 from ltx.core.base.errors import said_of
-from ltx.core.comm.passes import Failed, Raised
+from ltx.core.comm.passes import Failed
 from ltx.errors import DeadlockDetectedError, PeerLostError
 from ltx.peers.diagnosis import INIT, Record, Status, ThreadWait, Told, diagnose, silent_of
 
@@ -17,7 +17,7 @@ AXIS = "ltx/data/1"
 #: Rank 1 of three, which are ranks 4, 6 and 9 of the world.
 ME = 1, "data", AXIS, [4, 6, 9], 10.0
 HERE: dict[str, Any] = {"call": 5, "issue": ("user", 7)}
-RAISED = Raised(5, "ValueError: x", "step 5 of the training")
+RAISED = Failed("ValueError: x", what="step 5 of the training", call=5)
 FAILED = Failed("ValueError: x", lost=False, what="step 5 of the training")
 
 
