@@ -64,34 +64,26 @@ own_parts: WeakValueDictionary[str, OwnPart] = WeakValueDictionary()
 
 
 class Peers:
-    """The other ranks of an axis, of which nothing is known but that they are there.
+    """The other ranks of an axis, of which nothing is known but that they are there."""
 
-    Attributes:
-        label: the axis' place in the store, with a number, so that an axis opened again finds no old keys.
-        world: a name of the world, different from all others, the same on all ranks.
-        own: this process' part of that world.
-        store_exchange: exchanges JSON values with the peers, out of band.
-        next_check: the number of its next call under ltx.debug_checks(); the same on all ranks.
-        replayed: they aren't there, and what they once sent is recorded.
-    """
-
-    replayed: ClassVar[bool] = False
+    replayed: ClassVar[bool] = False  # they aren't there, and what they once sent is recorded
 
     def __init__(
         self, axis: OfAxis, name: str | None, heartbeat_s: float, store: Any = None, asked: Any = lambda store: store
     ):
-        self.axis, self.heartbeat_s, self.next_check = axis, heartbeat_s, 0
+        self.axis, self.heartbeat_s = axis, heartbeat_s
+        self.next_check = 0  # the number of its next call under ltx.debug_checks(); the same on all ranks
         of_ranks = f"ltx/{name or 'ranks'}/{hashlib.sha1(repr(axis.global_ranks).encode()).hexdigest()}"
         store = store or c10d._get_default_store()
         whole, count = asked(store), f"{of_ranks}/opened by {axis.rank}"
+        #: A name of the world, different from all others, the same on all ranks.
         self.world: str = whole.compare_set("ltx/world", "", os.urandom(8).hex()).decode()
         self.own = own_parts.setdefault(self.world, OwnPart())
+        #: The axis' place in the store, with a number, so that an axis opened again finds no old keys.
         self.label = f"{of_ranks}/{whole.add(count, 1)}"
         self._uncount = partial(whole.add, count, -1)
         part, limit_s = asked(PrefixStore(f"{self.label}/", store)), axis.timeout.total_seconds()
         self.store_exchange = StoreExchange(part, axis.rank, axis.size, limit_s, partial(self.gone, "left"))
-
-    # --- the axis opens and closes
 
     def meet(self) -> None:
         """Wait until all ranks have come to open the axis."""
@@ -104,8 +96,6 @@ class Peers:
 
     def refuse(self, why: str) -> None:
         """This process is a fork of the rank's own, whose messages would look like the rank's."""
-
-    # --- calls
 
     def begin(self) -> None:
         """This rank begins something new."""
@@ -124,8 +114,6 @@ class Peers:
             return self.store_exchange.exchange(place, value, signature.operation)
         self.store_exchange.announce(place, value)
         return []
-
-    # --- waits
 
     def waiting(self, channel: Any, number: int, what: str, waited_s: float, now: bool = False) -> None:
         """Called now and then in a wait: raise if issue `number` of `channel` won't come. `now`: read the store."""
@@ -154,8 +142,6 @@ class Peers:
     def explain_apart(self, by_rank: Sequence[Any], late: bool) -> LtxError:
         """The error where digests of a step differ, from the ranks' :class:`ltx.core.comm.step_summary.Said`."""
         return RankMismatchError(f"axis {self.axis.name!r}: ranks have issued different collectives.")
-
-    # --- who is there
 
     def gone(self, how: str) -> list[int]:
         """The ranks that are gone, by what is known.
