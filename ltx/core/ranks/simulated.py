@@ -85,10 +85,8 @@ def vmap(
         def one_rank(_rank: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             level = open_simulated(axis_name, size, device)
             try:
-                filled = list(leaves)
-                for position, tensor in zip(positions, tensors, strict=True):
-                    filled[position] = tensor
-                own = tree.unflatten(spec, filled)
+                given = iter(tensors)
+                own = tree.unflatten(spec, [next(given) if isinstance(x, torch.Tensor) else x for x in leaves])
                 output = f(*own[:-1], **own[-1]) if named else f(*own)
             finally:
                 close_simulated()
