@@ -38,9 +38,6 @@ class NewGroup:
     backend: str  # as torch.distributed.new_group takes it
 
 
-_HISTORY = 1024  # the number of background collectives that a channel's history keeps
-
-
 class AxisComm(Ranks):
     """Channels and known signatures of one axis in this process."""
 
@@ -94,7 +91,7 @@ class AxisComm(Ranks):
             transport = HandedIn.transport(self.rank, lambda at, mine: exchange(f"{name}/{at}", mine, opening))
         ordered = (None, None) if background else (self._stream_group, self._backends.device_type)
         channel = Channel(name, self.name, group, self.timeout.total_seconds(), self.peers, transport, *ordered)
-        channel.history = deque(maxlen=_HISTORY) if background else None
+        channel.history = deque(maxlen=1024) if background else None
         if HandedIn.messages is not None:
             HandedIn.messages.opened(self, channel)
         return channel

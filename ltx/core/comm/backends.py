@@ -162,8 +162,6 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 LATER = timedelta(minutes=5)
 
 _TICK_S = 0.05
-# The time that ranks which have met in the store may take to connect, and a little more for each rank.
-_CONNECT_S, _CONNECT_RANK_S = 60.0, 0.5
 
 _lookouts: list[Callable[[], object]] = []
 
@@ -187,7 +185,7 @@ def look_out() -> None:
 def connect(store: Any, rank: int, size: int, timeout: timedelta, threads: int | None = None) -> Any:
     """The gloo group of ranks that meet in `store`; PeerLostError if one can't be reached. `threads`: gloo's."""
     gloo: Any = dist.ProcessGroupGloo
-    limit = min(timeout - LATER, timedelta(seconds=_CONNECT_S + _CONNECT_RANK_S * size))
+    limit = min(timeout - LATER, timedelta(seconds=60.0 + 0.5 * size))  # the ranks have met in the store already
     options = gloo._Options()
     interfaces = [part for part in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if part]
     options._devices = [gloo.create_device(interface=part) for part in interfaces] or [gloo.create_default_device()]
@@ -246,10 +244,6 @@ def connecting(look: Callable[[], object] = lambda: None) -> Iterator[None]:
             yield
     finally:
         torchs.ProcessGroupGloo = plain
-
-
-# How long a rank may wait for process groups to end (see `let_go`).
-_LET_GO_S = 2.0
 
 
 def open_group(
@@ -341,18 +335,14 @@ class StreamGroup:
         self.group.abort()
 
 
-# NCCL's watchdog should only give collectives up; waits of ltx raise the errors.
-_WATCHDOG = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # only clean up: the process goes on
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # otherwise ranks write a dump of their work, and end themselves
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",  # the watchdog gives up after four times this: 15 s by default
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # otherwise a thread ends a process whose watchdog is delayed
-}
-
-
 def set_up_watchdog() -> None:
-    """Set the variables that torch reads when it makes a group; the user's values stay."""
-    for name, value in _WATCHDOG.items():
+    """Have NCCL's watchdog only give collectives up: waits of ltx raise the errors. The user's values stay."""
+    for name, value in {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # only clean up: the process goes on
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # otherwise ranks write a dump of their work, and end themselves
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",  # the watchdog gives up after four times this: 15 s by default
+        "TORCH_NCCL_ENABLE_MONITORING": "0",  # otherwise a thread ends a process whose watchdog is delayed
+    }.items():
         os.environ.setdefault(name, value)
 
 
@@ -380,7 +370,7 @@ def let_go(held: list[Any]) -> None:
     except RuntimeError:  # some versions of Python start no threads while they end
         drop()
         return
-    waiter.join(_LET_GO_S)
+    waiter.join(2.0)
     if waiter.is_alive():
         print(
             "ltx: a collective is still under way that a peer hasn't joined. It is abandoned; peers that wait in it "

@@ -81,14 +81,6 @@ def summable(buffer: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor
     return buffer, as_it_is
 
 
-def _all_reduce(op: Any) -> Callable[[dist.ProcessGroup, torch.Tensor, Arguments], Started]:
-    def start(group: dist.ProcessGroup, buffer: torch.Tensor, _: Arguments) -> Started:
-        given, restored = (buffer, as_it_is) if buffer.is_floating_point() else summable(buffer)
-        return dist.all_reduce(given, op, group=group, async_op=True), given, restored
-
-    return start
-
-
 # gloo sends a message whole, and can't be relied on to receive at the same time: on a link of 100 Mbit/s exchanging 20
 # MB each way took 1.8 times as long as an all-reduce of as much, 1.1 times in pieces of 4 MB, 0.98 in pieces of 512 kB.
 _MESSAGE_BYTES = 1 << 19
@@ -284,10 +276,14 @@ class Operation:
         return self.start_in_graph(flat, n, group_name, arguments), lambda x: _wait(x).reshape(shape)
 
 
-def _reduction(name: str, op: dist.ReduceOp.RedOpType, in_graph: str) -> Operation:
+def _reduction(name: str, op: Any, in_graph: str) -> Operation:
+    def start(group: dist.ProcessGroup, buffer: torch.Tensor, _: Arguments) -> Started:
+        given, restored = (buffer, as_it_is) if buffer.is_floating_point() else summable(buffer)
+        return dist.all_reduce(given, op, group=group, async_op=True), given, restored
+
     return Operation(
         name,
-        _all_reduce(op),
+        start,
         lambda x, n, group, _: _functional.all_reduce(x, in_graph, group),
         bytes_sent=lambda nbytes, n: 2 * nbytes * (n - 1) // n,
         messages=lambda n: 2 * (n - 1),

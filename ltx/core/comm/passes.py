@@ -23,9 +23,6 @@ from ltx.core.comm.backends import unregister
 from ltx.core.comm.peers import OfAxis
 from ltx.core.comm.signature import RAISED
 
-#: Errors that say that a peer has left, or hasn't come.
-OF_PEERS = errors.CollectiveTimeoutError, errors.DeadlockDetectedError, errors.PeerLostError
-
 _FORWARD = "a forward pass"
 
 
@@ -178,7 +175,8 @@ class Passes:
 
     def leave(self, why: BaseException | str, sent: int, what: str = "") -> None:
         """Leave a step or pass, before which this rank had `sent` so many collectives, because of an exception."""
-        failed = isinstance(why, OF_PEERS) or any(channel.failed for channel in self._comm.channels)
+        of_peers = errors.CollectiveTimeoutError, errors.DeadlockDetectedError, errors.PeerLostError
+        failed = isinstance(why, of_peers) or any(channel.failed for channel in self._comm.channels)
         if failed or (sent != self.sent() and any(axis.size > 1 for axis in self._comm.peers.own.axes)):
             self.end_world(why, what)  # a rank that is alone can't be out of step with another
         elif self.failed is None:

@@ -40,8 +40,6 @@ from ltx.core.world.world import LOOPBACK, Placement, World, process, world_of
 #: The key in the store of a world that is being made at which its ranks say that they have come.
 HERE = "here"
 
-_GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
-
 #: The sizes of a world's axes by name, outermost first.
 Mesh = tuple[tuple[str, int], ...]
 
@@ -214,8 +212,8 @@ def interfaces() -> dict[str, str]:
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
-            try:
-                reply = fcntl.ioctl(any_socket.fileno(), _GET_INTERFACE_ADDRESS, struct.pack("256s", name.encode()))
+            try:  # SIOCGIFADDR of Linux
+                reply = fcntl.ioctl(any_socket.fileno(), 0x8915, struct.pack("256s", name.encode()))
                 found[name] = socket.inet_ntoa(reply[20:24])
             except OSError:
                 found[name] = ""
