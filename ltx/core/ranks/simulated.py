@@ -77,16 +77,16 @@ def vmap(
         # Dynamo can't flatten a dict without keys.
         leaves, spec, dims = _mapped_arguments(axis_name, in_dims, args, (*args, named) if named else args)
         size = _mapped_size(axis_name, axis_size, leaves, dims)
-        positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        mapped_first = sorted(positions, key=lambda i: dims[i] is None)
-        device = leaves[mapped_first[0]].device if positions else None
+        given = [(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True) if isinstance(leaf, torch.Tensor)]
+        mapped_first = sorted(given, key=lambda one: one[1] is None)
+        device = mapped_first[0][0].device if given else None
         known: list[Any] = []
 
         def one_rank(_rank: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             level = open_simulated(axis_name, size, device)
             try:
-                given = iter(tensors)
-                own = tree.unflatten(spec, [next(given) if isinstance(x, torch.Tensor) else x for x in leaves])
+                mine = iter(tensors)
+                own = tree.unflatten(spec, [next(mine) if isinstance(x, torch.Tensor) else x for x in leaves])
                 output = f(*own[:-1], **own[-1]) if named else f(*own)
             finally:
                 close_simulated()
@@ -97,12 +97,9 @@ def vmap(
             known.append((structure, is_tensor, rest, _placed(out_dims, output, outputs, level)))
             return tuple(out for ok, out in zip(is_tensor, outputs, strict=True) if ok)
 
-        # The rank's number is mapped too, so that torch.vmap has a batch even if no input of the user's is mapped.
-        tensor_dims = (0, *(dims[i] if isinstance(leaves[i], torch.Tensor) else None for i in positions))
-        try:
-            stacked = torch.vmap(one_rank, in_dims=tensor_dims, randomness=randomness)(
-                torch.arange(size, device="cpu"), *(leaves[i] for i in positions)
-            )
+        try:  # the rank's number is mapped too: torch.vmap has a batch even if no input of the user's is mapped
+            ranks = torch.vmap(one_rank, in_dims=(0, *(dim for _, dim in given)), randomness=randomness)
+            stacked = ranks(torch.arange(size, device="cpu"), *(leaf for leaf, _ in given))
         except RuntimeError as error:
             advice = next((text for part, text in _ADVICE if part in str(error)), None)
             if any("_higher_order_ops" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
