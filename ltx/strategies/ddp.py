@@ -15,7 +15,7 @@ import torch
 
 from ltx import hooks
 from ltx.errors import StrategyError
-from ltx.extend import LeafState, StateLayout, States, StepInfo, Strategy, arguments, brief
+from ltx.extend import LeafState, StateLayout, States, StepInfo, Strategy, arguments, brief, exchange, tree
 from ltx.hooks.plain import EXACT, resolve_hook
 from ltx.typing import Tree
 
@@ -130,6 +130,12 @@ class DDPStrategy(Strategy):
     def after_update(self, params: Tree, states: States, info: StepInfo) -> tuple[Tree, States]:
         if self.model_averaging_period is None or not self.communicates_after_update(info.step):
             return params, states
-        from ltx.strategies.local_sgd import mean_over  # imported here, since few programs use it
-
         return mean_over(self, params, info), states
+
+
+def mean_over(strategy: Strategy, params: Tree, info: StepInfo) -> Tree:
+    if info.axis.size == 1:
+        return params
+    leaves, spec = tree.flatten(params)
+    means, _ = exchange(strategy, hooks.AllReduce(), leaves, tree.leaf_paths(params), info).wait()
+    return tree.unflatten(spec, means)

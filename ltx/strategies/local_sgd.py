@@ -25,10 +25,10 @@ import torch
 
 from ltx import hooks
 from ltx.errors import StrategyError
-from ltx.extend import Axis, LeafState, States, StepInfo, Strategy, arguments, brief, exchange, inner, tree
+from ltx.extend import Axis, LeafState, States, StepInfo, Strategy, arguments, brief, inner
 from ltx.hooks.plain import EXACT, resolve_hook, resolved
 from ltx.optim import Optimizer
-from ltx.strategies.ddp import APART
+from ltx.strategies.ddp import APART, mean_over
 from ltx.strategies.nodes import WithinNode
 from ltx.typing import Tree
 
@@ -162,11 +162,3 @@ def _are_levels(value: object) -> TypeGuard[Levels]:
     if not all(_is_whole(period, 1) and _is_whole(size, 2) for period, size in value):
         return False
     return all(b < period and held < size and size % held == 0 for (b, held), (period, size) in pairwise(value))
-
-
-def mean_over(strategy: Strategy, params: Tree, info: StepInfo) -> Tree:
-    if info.axis.size == 1:
-        return params
-    leaves, spec = tree.flatten(params)
-    means, _ = exchange(strategy, hooks.AllReduce(), leaves, tree.leaf_paths(params), info).wait()
-    return tree.unflatten(spec, means)

@@ -61,7 +61,7 @@ MUTANTS = (
     Mutant(
         "transforms: torch's functional calls in steps aren't seen -> "
         "checkpointing in torch's functional_call gives the gradients of other parameters",
-        At("running_again", "for module, given in calls_of_torch():", "for module, given in ():"),
+        At("_run_again", "for module, given in calls_of_torch():", "for module, given in ():"),
         "tests/contract/transforms/test_functional_call.py::test_torchs_own_in_a_step",
     ),
     Mutant(
