@@ -10,7 +10,7 @@ moving while v is frozen. What happens between the ranks is :class:`ltx.strategi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -60,17 +60,10 @@ class QAdamOptimizer(optimizers.TorchOptimizer):
         return state
 
     def _run(
-        self,
-        grads: Tensors,
-        states: list[LeafState],
-        params: Tensors,
-        differentiable: bool = False,
-        *,
-        count: int,
-        values: Mapping[str, Any],
+        self, count: int, values: Any, grads: Tensors, states: list[Any], params: Tensors, differentiable: bool = False
     ) -> None:
         if count < self.warmup_steps - self.bagua_exact:
-            super()._run(grads, states, params, differentiable, count=count, values=values)
+            super()._run(count, values, grads, states, params, differentiable)
             return
         lr: float | Tensor = values.get("lr", self.kernel.group["lr"])
         step, (beta1, beta2) = count + 1, self.betas

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -93,7 +93,7 @@ class TorchOptimizer(ClassOptimizer):
         next_count, hyper = traced.one_more(state.count), state.hyper
         values = self._values(state.count, state.hyper)
         rate = self._traced(values.get("lr"), state.count)
-        rule = partial(self._run, count=state.count, values=values if rate is None else values | {"lr": 1.0})
+        rule = partial(self._run, state.count, values if rate is None else values | {"lr": 1.0})
         if donate and rate is None and donated(picked[2], picked[0], *map(dict.values, picked[1])):
             increment_version(picked[2])  # fused kernels don't do this themselves
             rule(*picked)
@@ -149,7 +149,7 @@ class TorchOptimizer(ClassOptimizer):
                 f"{self}: the learning rate of step {state.count} requires grad, and this update is in place, which "
                 'has no derivative. Use overlap="backward", or detach the rate.'
             )
-        self._run(grads, states, params, count=state.count, values=values)
+        self._run(state.count, values, grads, states, params)
 
     def _unless(self, skip: Tensor, params: Sequence[Tensor]) -> TorchOptimizer | None:
         changes = self._hyper != ()  # hyperparameters in the state change too, and a kernel's skip doesn't cover them
@@ -160,19 +160,12 @@ class TorchOptimizer(ClassOptimizer):
         return conditional
 
     def _run(
-        self,
-        grads: Tensors,
-        states: LeafStates,
-        params: Tensors,
-        differentiable: bool = False,
-        *,
-        count: int,
-        values: Mapping[str, Any],
+        self, count: int, values: Any, grads: Tensors, states: LeafStates, params: Tensors, differentiable: bool = False
     ) -> None:
         """One update in place; each leaf goes through the fastest kernel that works for it."""
         run = partial(self.kernel.run, hyper=values, skip=self._skip)
         if differentiable:
-            run(grads, states, params, fused=False, differentiable=True)
+            run(grads, states, params, "differentiable")
             return
         fused = self._fused(params)
         if any(map(attrgetter("is_sparse"), grads)):
@@ -183,9 +176,9 @@ class TorchOptimizer(ClassOptimizer):
                 picked = [index for index, is_fused in enumerate(fused) if is_fused is choice]
                 lists = ([grads[i] for i in picked], [states[i] for i in picked], [params[i] for i in picked])
             if choice:
-                run_aligned(partial(run, fused=True), *lists)
+                run_aligned(partial(run, way="fused"), *lists)
             else:
-                run(*lists, fused=False)
+                run(*lists, "plain")
 
     def _fused(self, params: Sequence[Tensor]) -> list[bool]:
         options = self.kernel.group
@@ -262,7 +255,6 @@ def apply_in_graph(key: str, names: tuple[tuple[str, ...], ...], *tensors: Tenso
     ]
     with torch.no_grad():
         # Neither path reads a number off a tensor.
-        run = partial(optimizer.kernel.run, list(grads), news, params, fused=False)
-        run(traced=True) if traced_in_lists else run(differentiable=True)
+        optimizer.kernel.run(list(grads), news, params, "traced" if traced_in_lists else "differentiable")
     after = (new[name].to(x.dtype) for state, new in zip(states, news, strict=True) for name, x in state.items())
     return *params, *after

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from operator import attrgetter, itemgetter
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +24,8 @@ from ltx.core.base import private, traced
 from ltx.core.base.errors import OptimError
 from ltx.core.gradients.planning import any_derivative
 from ltx.core.optim.base import LeafStates, Rate, Tensors
+
+Way = Literal["fused", "plain", "differentiable", "traced"]
 
 
 class NotGatheredError(OptimError):
@@ -72,26 +73,16 @@ class Kernel:
         return dict(instance.state[alias])
 
     def run(
-        self,
-        grads: Tensors,
-        states: LeafStates,
-        params: Tensors,
-        *,
-        hyper: Mapping[str, Any] = MappingProxyType({}),
-        fused: bool,
-        differentiable: bool = False,
-        traced: bool = False,
-        skip: Tensor | None = None,
+        self, grads: Tensors, states: LeafStates, params: Tensors, way: Way, hyper: Any = (), skip: Tensor | None = None
     ) -> None:
         """Update in place; fused kernels change nothing if `skip` is true. `hyper`: scheduled hyperparameters' values.
-        `traced`: read no number off a tensor, and use foreach if the class then can.
+        "traced": read no number off a tensor, and use foreach if the class then can.
         """
-        changes: dict[str, Any] = {**hyper, "fused": fused}
-        if traced and "foreach" in self.group and ("capturable" in self.group or self._is(torch.optim.SGD)):
+        changes: dict[str, Any] = dict(hyper, fused=way == "fused")
+        if way == "traced" and "foreach" in self.group and ("capturable" in self.group or self._is(torch.optim.SGD)):
             changes |= {"foreach": True, "capturable": True}
-        else:
-            differentiable = differentiable or traced
-        if differentiable:
+            way = "plain"
+        if differentiable := way in ("differentiable", "traced"):
             if "differentiable" not in self.group:
                 raise OptimError(
                     f"{type(self.shell).__name__}'s update can't be differentiated: torch has no differentiable path "
@@ -99,7 +90,7 @@ class Kernel:
                 )
             changes |= {"foreach": False, "differentiable": True}
         group = {**self.group, **{key: value for key, value in changes.items() if key in self.group}}
-        given = self.gathered(states, params) if fused and not differentiable else None
+        given = self.gathered(states, params) if way == "fused" else None
         numbers = None if given is None else given.row.numbers_of(group)
         if given is not None and numbers is not None and self.run_gathered(given, numbers, grads, skip):
             return
