@@ -59,10 +59,8 @@ def _opened(cls: type, of_torch: bool) -> bool:
     if not (of_torch or issubclass(cls, Mapping) or dataclasses.is_dataclass(cls)):
         return False
     if optree.register_pytree_node.get(cls, namespace=NAMESPACE) is None:
-        of_mapping = (
-            (_mapping_parts, _mapping_whole) if issubclass(cls, Mapping) else (_dataclass_parts, _dataclass_whole)
-        )
-        functions: Any = (_torch_parts, _torch_whole) if of_torch else of_mapping
+        own = (_mapping_parts, _mapping_whole) if issubclass(cls, Mapping) else (_dataclass_parts, _dataclass_whole)
+        functions: Any = (_torch_parts, _torch_whole) if of_torch else own
         optree.register_pytree_node(cls, *functions, namespace=NAMESPACE)  # type: ignore[arg-type]
     return True
 

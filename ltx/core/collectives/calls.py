@@ -17,11 +17,12 @@ from ltx.core.base.errors import AxisError, Kind, LtxError, UnsupportedError
 from ltx.core.collectives.linear import RULES, Rule, Static, apply, entered
 from ltx.core.comm.operations import SUMMED, as_bytes, as_it_is, from_bytes
 from ltx.core.ranks.axis import Axis
-from ltx.core.ranks.backings import Tensors
+from ltx.core.ranks.backings import OfTensor, Tensors
 from ltx.typing import Tree
 
 P = ParamSpec("P")
 R = TypeVar("R")
+StaticOf = Callable[[torch.Tensor, int], Static]
 
 # All ranks know of these errors without being told.
 _OF_THE_NETWORK = (
@@ -106,11 +107,7 @@ def _as_tensor(x: Any, device: torch.device | None) -> Any:
 
 
 def collective(
-    rule: Rule | str,
-    value: Tree,
-    axis: Any = None,
-    static: Callable[[torch.Tensor, int], Static] = lambda x, n: (),
-    then: Callable[[torch.Tensor], torch.Tensor] = as_it_is,
+    rule: Rule | str, value: Tree, axis: Any = None, static: StaticOf = lambda x, n: (), then: OfTensor = as_it_is
 ) -> Tree:
     """Apply the collective of `rule` to every leaf of `value`.
 

@@ -182,9 +182,7 @@ _BITWISE = {
 
 #: The reduction for each op, a function of (tree, axis). Ranks compare whole trees before anything is sent.
 OPS: dict[str, Callable[[Tree, Any], Tree]] = {"sum": psum, "mean": pmean, "avg": pmean, "min": pmin, "max": pmax}
-OPS |= _BITWISE | {
-    "product": _gathered(lambda xs: xs.prod(0, dtype=torch.int64 if xs.dtype is torch.bool else xs.dtype))
-}
+OPS |= _BITWISE | {"product": _gathered(lambda x: x.prod(0, dtype=torch.int64 if x.dtype is torch.bool else x.dtype))}
 
 
 @counted
