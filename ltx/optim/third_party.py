@@ -29,6 +29,7 @@ from ltx.errors import OptimError
 from ltx.extend import arguments, brief, optimizers, recording, tree
 from ltx.typing import Tree
 
+Tensors = list[Tensor]
 TorchState = optimizers.TorchState
 
 
@@ -191,12 +192,7 @@ class ThirdParty(optimizers.ClassOptimizer):
                 )
 
     def _step(
-        self,
-        instance: Any,
-        params: list[Tensor],
-        grads: list[Tensor | None],
-        carried: Collection[str],
-        learns: bool = False,
+        self, instance: Any, params: Tensors, grads: list[Tensor | None], carried: Collection[str], learns: bool = False
     ) -> dict[str, Tensor]:
         """Run ``step()``; return the group's values of the keys `carried`, and if it `learns`, of all that changed."""
         for param, grad in zip(params, grads, strict=True):
