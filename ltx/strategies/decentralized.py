@@ -41,10 +41,7 @@ from ltx.extend import (
     PostUpdateHook,
     PostUpdateResult,
     Reduced,
-    States,
-    StepInfo,
     Update,
-    Updated,
     arguments,
     buffers,
     comm,
@@ -53,6 +50,7 @@ from ltx.extend import (
     tree,
 )
 from ltx.hooks import AllReduce, BucketInput, ByteGrad, CollectiveRequest, CommHook, Reduction
+from ltx.strategies import States, StepInfo, Updated
 from ltx.strategies.ddp import APART
 from ltx.strategies.nodes import ByNode, NodeHook, NodeStrategy, refuse_complex
 from ltx.typing import Tree

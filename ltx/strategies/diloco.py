@@ -23,13 +23,7 @@ from ltx.extend import (
     Axis,
     Exchange,
     LeafState,
-    Optimizer,
-    StateLayout,
-    States,
-    StepInfo,
-    Strategy,
     Update,
-    Updated,
     arguments,
     collectives,
     exchange,
@@ -40,6 +34,8 @@ from ltx.extend import (
     tree,
 )
 from ltx.hooks.plain import EXACT, resolve_hook, resolved
+from ltx.optim import Optimizer
+from ltx.strategies import StateLayout, States, StepInfo, Strategy, Updated
 from ltx.strategies.nodes import refuse_complex
 from ltx.typing import Tree
 

@@ -27,12 +27,7 @@ from ltx.extend import (
     PostUpdateHook,
     PostUpdateResult,
     Reduced,
-    StateLayout,
-    States,
-    StepInfo,
-    Strategy,
     Update,
-    Updated,
     arguments,
     around,
     brief,
@@ -44,6 +39,7 @@ from ltx.extend import (
 )
 from ltx.hooks.combined import in_half
 from ltx.hooks.plain import EXACT, resolve_hook, resolved
+from ltx.strategies import StateLayout, States, StepInfo, Strategy, Updated
 from ltx.typing import Tree
 
 

@@ -16,26 +16,11 @@ import torch
 
 from ltx import hooks
 from ltx.errors import StrategyError
-from ltx.extend import (
-    Axis,
-    LeafState,
-    Packing,
-    StateLayout,
-    States,
-    StepInfo,
-    Update,
-    Updated,
-    arguments,
-    around,
-    brief,
-    buffers,
-    needs,
-    states_of,
-    tree,
-)
+from ltx.extend import Axis, LeafState, Packing, Update, arguments, around, buffers, needs, states_of, tree
 from ltx.hooks.plain import EXACT, resolve_hook, resolved
 from ltx.optim import Optimizer
 from ltx.optim.quantized_adam import QAdamOptimizer
+from ltx.strategies import StateLayout, States, StepInfo, Updated
 from ltx.strategies.nodes import ByNode, NodeStrategy
 
 MOMENTUM = "momentum"
@@ -122,7 +107,7 @@ class QAdam(NodeStrategy):
         arguments.check_whole(self, 1, "warmup_steps")
         pair = self.betas if isinstance(self.betas, tuple) else ()
         if len(pair) != 2 or not all(arguments.is_number(beta) and 0 <= beta < 1 for beta in pair):
-            raise StrategyError(f"QAdam.betas must be a pair of numbers in [0, 1), got {brief(self.betas)}.")
+            raise StrategyError(f"QAdam.betas must be a pair of numbers in [0, 1), got {arguments.brief(self.betas)}.")
         hook = resolve_hook(self, "momentum_hook")
         needs.require("momenta, hook", hook)
         if self.hierarchical:

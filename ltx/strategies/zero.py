@@ -40,12 +40,7 @@ from ltx.extend import (
     PostUpdateHook,
     PostUpdateResult,
     Reduced,
-    StateLayout,
-    States,
-    StepInfo,
-    Strategy,
     Update,
-    Updated,
     around,
     buffers,
     communicate_after_update,
@@ -59,6 +54,7 @@ from ltx.hooks.combined import After, in_half
 from ltx.hooks.half import HalfHook
 from ltx.hooks.lossy import CompressedAllReduce, finite, with_residuals
 from ltx.hooks.plain import EXACT, resolve_hook, resolved
+from ltx.strategies import StateLayout, States, StepInfo, Strategy, Updated
 from ltx.typing import Tree
 
 
