@@ -17,22 +17,9 @@ from itertools import count
 
 import torch
 
-from ltx import hooks
+from ltx import Axis, hooks
 from ltx.errors import StrategyError
-from ltx.extend import (
-    Axis,
-    Exchange,
-    LeafState,
-    Update,
-    arguments,
-    collectives,
-    exchange,
-    needs,
-    negotiate,
-    optimizers,
-    states_of,
-    tree,
-)
+from ltx.extend import Exchange, LeafState, Update, arguments, exchange, needs, negotiate, optimizers, states_of, tree
 from ltx.hooks.plain import EXACT, resolve_hook, resolved
 from ltx.optim import Optimizer
 from ltx.strategies import StateLayout, States, StepInfo, Strategy, Updated
@@ -137,7 +124,7 @@ class DiLoCoStrategy(Strategy):
         return None
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
-        anchor = param.detach().to(collectives.wide(param.dtype), copy=True)
+        anchor = param.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True)
         own = dict(resolved(self.outer_hook).init(anchor, path))
         if self.fragment_sync_delay:
             own[SENT] = anchor.new_zeros(())
@@ -174,7 +161,7 @@ class DiLoCoStrategy(Strategy):
             # all ranks are here; at the first send, ranks would have to wait for each other to agree
             if self.due(at) is not None:
                 members, _ = self._fragment(params, at)
-                given = [torch.empty_like(x, dtype=collectives.wide(x.dtype)) for x in members.values()]
+                given = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in members.values()]
                 held = [hook.init(x, path) for path, x in zip(members, given, strict=True)]
                 negotiate(self, hook, given, list(members), StepInfo(0, axis), held, background=True)
         return super().init_optimizer(optimizer, params, axis)
