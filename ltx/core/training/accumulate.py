@@ -2,11 +2,10 @@
 
     f(p, [b_1 ... b_k]) = (f(p, b_1) + ... + f(p, b_k)) / k          grad f = (grad f_1 + ... + grad f_k) / k
 
-Sums are taken in float32 at least: in bfloat16, adding up a thousand equal gradients gives 256 times one gradient.
-
-The first k - 1 micro-batches are one autograd Function that computes its gradients G in its forward pass and keeps only
-them; the last one is an ordinary graph, so that the reduction overlaps with its backward pass. G is an output of the
-Function with its own derivative (which recomputes the micro-batches), so second derivatives are exact.
+Sums are taken in float32 at least: in bfloat16, adding up a thousand equal gradients gives 256 times one gradient. The
+first k - 1 micro-batches are one autograd Function that computes its gradients G in its forward pass and keeps only
+them; the last one is an ordinary graph, so that the reduction overlaps with its backward pass. G has its own derivative
+(which recomputes the micro-batches), so second derivatives are exact.
 """
 
 from __future__ import annotations

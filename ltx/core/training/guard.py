@@ -1,7 +1,7 @@
 """How a training step treats gradients that aren't finite: the guard, the loss scale, and the next state.
 
-Every hook delivers NaN and infinity unchanged, so ranks that share gradients all see them without asking. Only for an
-error do they find out which rank caused it: each computes its own again, and they compare descriptions by the store.
+Every hook delivers NaN and infinity, so ranks that share gradients see them without asking. Only for an error do they
+find out which rank caused it: each computes its own again, and they compare descriptions by the store.
 """
 
 from __future__ import annotations

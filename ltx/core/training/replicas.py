@@ -1,7 +1,6 @@
 """check_replicas compares the values that should be the same on all ranks; sync_params makes them the same.
 
-Ranks silently drift apart if memory or links flip bits, if kernels differ between machines, or if a program changes
-parameters on one rank. Since gradients are still averaged, nothing shows the drift.
+Ranks silently drift apart if bits flip, kernels differ, or a program changes parameters on one rank; nothing shows it.
 """
 
 from __future__ import annotations

@@ -37,15 +37,10 @@ _WRITTEN = ("params", "opt_state", "sync_state")
 
 @dataclass(frozen=True, eq=False)
 class LossScale:
-    """The loss scale, and the count of steps with or without finite gradients; the same on every rank.
+    """The loss scale, and the count of steps with or without finite gradients; the same on every rank."""
 
-    Attributes:
-        scale: 0-dim float32: the factor of the next loss; () without dynamic loss scaling.
-        good_steps: 0-dim int32: the number of steps in a row with finite gradients since the last change of the scale;
-            or, below 0, the number of steps in a row that were skipped.
-    """
-
-    scale: Any = ()
+    scale: Any = ()  # 0-dim float32: the factor of the next loss; () without dynamic loss scaling
+    #: 0-dim int32: steps in a row with finite gradients since the scale changed; below 0, so many that were skipped.
     good_steps: torch.Tensor = field(default_factory=lambda: torch.tensor(0, dtype=torch.int32, device="cpu"))
 
     def run_after(self, finite: torch.Tensor | bool, interval: int = 1) -> torch.Tensor:
