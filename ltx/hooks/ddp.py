@@ -306,7 +306,13 @@ class ToTorch:
     def _state(self, name: str, param: torch.Tensor) -> LeafState:
         if name not in self._states:
             fresh = self.hook.init(param.detach(), name)
-            self._states[name] = _checked(name, fresh, self._loaded.pop(name, fresh))
+            loaded = self._loaded.pop(name, fresh)
+            kinds, given = ({k: f"{x.dtype}{list(x.shape)}" for k, x in state.items()} for state in (fresh, loaded))
+            if kinds != given:
+                raise SyncStateError(
+                    f"the state of parameter {name!r}: expected {kinds}, got {given}, of another hook or model."
+                )
+            self._states[name] = {key: x.to(fresh[key].device) for key, x in loaded.items()}
         return self._states[name]
 
     def state_dict(self) -> dict[str, Any]:
@@ -338,19 +344,6 @@ class ToTorch:
         self.step = state_dict["step"]
         self._states = {}
         self._loaded = tree.map(lambda x: x.detach().clone(), state_dict["params"])
-
-
-def _checked(name: str, fresh: LeafState, loaded: LeafState) -> LeafState:
-    """`loaded` on the device of `fresh`. Raises unless both have the same names, dtypes and shapes."""
-
-    def kinds(state: LeafState) -> dict[str, str]:
-        return {key: f"{tensor.dtype}{list(tensor.shape)}" for key, tensor in state.items()}
-
-    if kinds(fresh) != kinds(loaded):
-        raise SyncStateError(
-            f"the state of parameter {name!r}: expected {kinds(fresh)}, got {kinds(loaded)}, of another hook or model."
-        )
-    return {key: tensor.to(fresh[key].device) for key, tensor in loaded.items()}
 
 
 def to_torch(hook: CommHook, names: Mapping[str, torch.Tensor] | DistributedDataParallel | None = None) -> ToTorch:
