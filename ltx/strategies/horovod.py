@@ -122,9 +122,9 @@ class HorovodStrategy(Strategy):
         return StrategyError(f"HorovodStrategy.{field} must be {allowed}, got {brief(getattr(self, field))}.")
 
     @property
-    def _short(self) -> torch.dtype | None:
-        """The half-precision dtype in which values are sent; None for their own dtype."""
-        return getattr(self.compression, "short", None)
+    def _moves(self) -> AdasumOfMoves:
+        """The hook with op="adasum", which sends in half precision if `compression` does."""
+        return AdasumOfMoves(getattr(self.compression, "short", None))
 
     def _synchronises(self, step: int) -> bool:
         return (step + 1) % self.backward_passes_per_step == 0
@@ -176,7 +176,7 @@ class HorovodStrategy(Strategy):
         return self.op == "adasum" and self._synchronises(step)
 
     def post_update_hook(self, step: int) -> AdasumOfMoves | None:
-        return AdasumOfMoves(self._short) if self.op == "adasum" else None
+        return self._moves if self.op == "adasum" else None
 
     def check(self, optimizer: Optimizer, axis: Axis | None = None) -> None:
         super().check(optimizer, axis)
@@ -210,8 +210,7 @@ class HorovodStrategy(Strategy):
             if info.axis.size == 1 or update.finite is False:
                 return Updated(*update.apply(), states, pending)
             given, opt_state = update.optimizer.apply(update.grads, update.opt_state, update.params)
-            hook = AdasumOfMoves(self._short)
-            moved = communicate_after_update(self, hook, update, given, opt_state, states, info)
+            moved = communicate_after_update(self, self._moves, update, given, opt_state, states, info)
             params, opt_state = update.if_finite((moved.params, opt_state), (update.params, update.opt_state))
             return replace(moved, params=params, opt_state=opt_state, pending=pending)
         params, opt_state = replace(update, optimizer=self._on(update.optimizer, info.axis)).apply()

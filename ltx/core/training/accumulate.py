@@ -235,8 +235,7 @@ class MicroBatches(Function):
             again = pull(tuple(cotangents))
             found = [h if g is None else g + h for g, h in zip(found, again, strict=True)]
         rounded = [None if g is None else g.to(tensors[i].dtype) for i, g in zip(call.wanted, found, strict=True)]
-        by_position = dict(zip(call.wanted, rounded, strict=True))
-        return (None, *(by_position.get(i) for i in range(ctx.inputs)))
+        return (None, *at_places([None] * ctx.inputs, call.wanted, rounded))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], call: _Call, *tensors: torch.Tensor) -> tuple[Any, Any]:

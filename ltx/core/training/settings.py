@@ -133,9 +133,8 @@ class TrainSettings(Readable):
             whole("train_step: check_every", self.check_every, 1, StrategyError, besides="None or ")
             require("check_every, strategy", strategy)
         scale, dynamic = (None, None) if precision is None else (precision.loss_scale, precision.dynamic)
-        object.__setattr__(self, "dynamic", dynamic)
-        object.__setattr__(self, "checks_finite", dynamic is not None or self.guard != "off")
-        object.__setattr__(self, "may_raise", self.guard == "raise" or self.max_skipped is not None)
+        may_raise = self.guard == "raise" or self.max_skipped is not None
+        vars(self).update(dynamic=dynamic, checks_finite=bool(dynamic) or self.guard != "off", may_raise=may_raise)
         # Such a hook adds gradients, which have the loss scale as a factor, to tensors that don't have it.
         for hook in () if scale is None or scale == 1 else hooks_ahead(strategy):
             require("loss scale, hook", hook, f"train_step: loss_scale={scale!r}")

@@ -433,10 +433,8 @@ tree.register_node(
 
 def torch_states() -> dict[str, Any]:
     """The states of torch's random number generators: the CPU's, and the current CUDA device's if one is in use."""
-    states = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
+    in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return {"torch": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if in_use else {})
 
 
 def random_states() -> dict[str, Any]:
