@@ -26,7 +26,7 @@ from ltx.core.training.train_state import TrainState
 from ltx.core.transforms.functional_call import Calls, own_grad_and_value
 from ltx.core.transforms.run import CallOptions, Weighted
 from ltx.core.transforms.strategy import StepInfo, Updated, stateful
-from ltx.core.transforms.sync_state import Synced, SyncState, plain_values
+from ltx.core.transforms.sync_state import Synced
 from ltx.typing import Tree
 
 
@@ -103,12 +103,12 @@ class PureStep(Step):
         """The mean loss of all ranks. In a compiled graph of several ranks its sum has the next clock beside it."""
         axis, clock = self.train.step.axis, self.state.sync_state.clock
         hook = None if traced.recording() else self.train.step.strategy.hook(self.info.step)
-        self._clock = clock + 1
+        self.clock = clock + 1
         if torch.compiler.is_compiling() and traced_processes(key := prepare_trace(axis)):
             step, dtype = self.info.step, loss.dtype  # ranks compare the number of the step
             number = comm.number_in_graph(step, clock).to(loss.device)
             sums = collectives.psum(torch.cat([loss.double().reshape(1), number, number * number]), key)
-            self._clock = comm.count_in_graph(key, step, clock, sums[1], sums[2])
+            self.clock = comm.count_in_graph(key, step, clock, sums[1], sums[2])
             return loss if weighted else (sums[0] / traced_size(key)).to(dtype)
         if not weighted and (traced.recording() or hook is not None):
             loss = collectives.pmean(loss, axis if hook is None else shared_part(hook, self.info.axis) or axis)
@@ -118,9 +118,6 @@ class PureStep(Step):
         if not self.train.checks_finite:
             return None
         return all_finite(self.train, [x.detach() for x in done.grads or ()], self.info)
-
-    def knows_bad(self, finite: torch.Tensor) -> bool:
-        return self.train.may_raise and not bool(plain_values(finite).all())
 
     def update(self, done: BackwardResult, states: Any, finite: Any) -> Updated:
         updated = super().update(done, states, finite)
@@ -134,12 +131,6 @@ class PureStep(Step):
         if not traced.recording() and self.state.module is not None and not private.in_transform():
             following.__dict__["module"] = self.state.module
             self.state.module.show(following)
-
-    def next_sync(self, updated: Updated) -> SyncState:
-        if traced.recording():  # a step number in the structure would make every step compile anew
-            sync: SyncState = self.state.sync_state
-            return SyncState(updated.states, sync.uses, self._clock, sync.step)
-        return super().next_sync(updated)
 
 
 def _check_derivative(train: TrainSettings, state: TrainState, batch: Batch) -> None:

@@ -35,7 +35,7 @@ from ltx.core.transforms.functional_call import Calls
 from ltx.core.transforms.marking import marks_on_wire
 from ltx.core.transforms.run import CallOptions, Run, Weighted
 from ltx.core.transforms.strategy import StepInfo, Updated, check_next, check_updated, shares_gradients, stateful
-from ltx.core.transforms.sync_state import Synced, SyncState
+from ltx.core.transforms.sync_state import Synced, SyncState, plain_values
 from ltx.typing import Tree
 
 
@@ -58,7 +58,9 @@ class Step:
         drawn = torch_states() if train.may_raise else {}
         done, loss, buffers, aux = self.differentiate()
         finite = self.finite(done)
-        bad = self.knows_bad(finite) if isinstance(finite, torch.Tensor) else finite is False
+        bad = finite is False
+        if isinstance(finite, torch.Tensor) and train.may_raise and not self.detached:
+            bad = not bool(plain_values(finite).all())  # the host of an eager step doesn't wait for the device
         if bad and guard.should_raise(train, state):
             raise guard.not_finite_error(train, state, self.batch, self.info, done.grads or [], drawn)
         states = done.states
@@ -69,10 +71,11 @@ class Step:
         try:
             with self.updating():
                 updated, rates, module = self.update(done, states, finite), None, None
-                sync, was, layout = self.next_sync(updated), state.layout, train.step.strategy.layout
-                if traced.recording():  # or the next call, whose state wouldn't have it, would be compiled anew
-                    module = state.module
+                sync, was, layout = state.held_sync_state, state.layout, train.step.strategy.layout
+                if traced.recording():  # the structure keeps its step and module, or each call would compile anew
+                    module, sync = state.module, SyncState(updated.states, sync.uses, self.clock, sync.step)
                 else:
+                    sync = sync.advanced(updated.states, self.info.step)
                     rates = train.step.strategy.rates(train.optimizer, state.held_opt_state, self.info.axis)
                 metrics = Metrics(loss, aux, rates=rates)
                 metrics, loss_scale = guard.measured(train, state, updated.opt_state, metrics, finite)
@@ -122,6 +125,7 @@ class Step:
     later: bool = field(default=False, init=False)
     prepared: Prepared | None = field(default=None, init=False)
     about_to_write: ClassVar[Any] = None
+    clock: Any = field(default=None, init=False)  # the next one of the communication state, in a graph
 
     def differentiate(self) -> tuple[BackwardResult, torch.Tensor, Tree, Any]:
         """The forward and the backward pass: (reduced gradients, the mean loss, buffers, aux)."""
@@ -131,18 +135,9 @@ class Step:
         """Whether all gradients of all ranks are finite; None if nobody asks. A tensor where the host doesn't wait."""
         raise NotImplementedError
 
-    def knows_bad(self, finite: torch.Tensor) -> bool:
-        """Whether the host reads `finite` at this step, and it is false."""
-        return False
-
     def updating(self) -> AbstractContextManager[None]:
         """Surrounds the update, and the commit."""
         return nullcontext()
-
-    def next_sync(self, updated: Updated) -> SyncState:
-        """The communication state after this step."""
-        sync: SyncState = self.state.held_sync_state
-        return sync.advanced(updated.states, self.info.step)
 
     def commit(self, updated: Updated, following: TrainState) -> None:
         """Give the memory of the state to the `following` one, if it is reused."""
