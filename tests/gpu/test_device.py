@@ -137,12 +137,12 @@ def test_one_bad_element_is_found(bad: float, workers: Any) -> None:
         wrong = []
         for dtype in dtypes:
             grads = [torch.ones(shape, dtype=own, device=DEVICE) for own in (torch.float32, dtype) for shape in shapes]
-            if bool(any_not_finite(grads, at_once=True)):
+            if bool(any_not_finite(grads)):
                 wrong.append(f"{dtype}: finite")
             for grad in (g for g in grads if g.numel()):
                 for at in {0, grad.numel() // 2, grad.numel() - 1}:
                     grad.view(-1)[at] = bad
-                    if not bool(any_not_finite(grads, at_once=True)):
+                    if not bool(any_not_finite(grads)):
                         wrong.append(f"{dtype}: {grad.dtype} of shape {list(grad.shape)} at {at}")
                     grad.view(-1)[at] = 1
         return wrong

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from ltx.core import comm
-from ltx.core.base import private, traced, tree
+from ltx.core.base import private, tree
 from ltx.core.base.errors import NotFiniteError, StepError
 from ltx.core.base.private import Tensors
+from ltx.core.gradients.buffers import prefers_few_calls
 from ltx.core.gradients.comm_hook import EXACT
 from ltx.core.optim import TorchState, grad_norm
 from ltx.core.training.outputs import Batch, arguments_of, outputs_of
@@ -44,12 +45,12 @@ def not_finite(grads: Tensors, sums: Sequence[torch.Tensor | float] | None = Non
     return any_not_finite(grads)  # the sum of finite numbers may overflow, so look at the elements
 
 
-def any_not_finite(grads: Tensors, at_once: bool = False) -> torch.Tensor:
-    """Whether any element isn't finite: a 0-dim bool tensor. `at_once`: in few kernels, for an accelerator."""
+def any_not_finite(grads: Tensors) -> torch.Tensor:
+    """Whether any element isn't finite: a 0-dim bool tensor."""
     grads = [g for g in grads if g.numel()]
     if not grads:
         return torch.tensor(False, device="cpu")
-    if at_once:
+    if prefers_few_calls(grads[0]):
         return torch.stack(torch._foreach_norm(grads, float("inf"))).isfinite().all().logical_not()
     return torch.stack([g.isfinite().all().logical_not().to(grads[0].device) for g in grads]).any()
 
@@ -125,14 +126,6 @@ def must_sync_finite(train: TrainSettings, info: StepInfo) -> bool:
     return not (alone or shares_gradients(train.step.strategy, info.step, info.axis))
 
 
-def runs_ahead(info: StepInfo, tensors: Tensors) -> bool:
-    """Whether the host runs ahead of the device of `tensors`, so that the host shouldn't read its values."""
-    if tensors and tensors[0].device.type != "cpu":
-        return True
-    device = info.axis.ranks.device
-    return device is not None and info.axis.ranks.stream_of(device) is not None
-
-
 def loss_scale_of(train: TrainSettings, state: TrainState) -> torch.Tensor | float | None:
     """The factor of the loss; None for 1."""
     if train.dynamic is None:
@@ -146,19 +139,15 @@ def loss_scale_of(train: TrainSettings, state: TrainState) -> torch.Tensor | flo
     return scale
 
 
-def all_finite(
-    train: TrainSettings, grads: Tensors, info: StepInfo, sums: Sequence[torch.Tensor | float] | None = None
-) -> bool | torch.Tensor:
-    """Whether all gradients of all ranks are finite, on all ranks alike; for steps that check them."""
-    pure = traced.recording() or private.in_transform()
-    ahead = not pure and runs_ahead(info, grads)  # the host doesn't wait for the answer
-    bad = any_not_finite(grads, at_once=ahead) if pure or ahead else not_finite(grads, sums)
+def all_finite(train: TrainSettings, grads: Tensors, info: StepInfo, waits: bool, sums: Any = None) -> Any:
+    """Whether all gradients of all ranks are finite, on all ranks alike: a tensor, or a bool if the host `waits`."""
+    bad = not_finite(grads, sums) if waits else any_not_finite(grads)
     if must_sync_finite(train, info):
         shared = exchange(train.step.strategy, EXACT, [bad.float().reshape(1)], ["whether gradients are finite"], info)
         bad = shared.wait()[0][0].reshape(()) > 0
     if train.bad_anywhere is not None:
         bad = train.bad_anywhere(bad)
-    return bad.logical_not() if pure or ahead else not bad
+    return not bad if waits else bad.logical_not()
 
 
 def should_raise(train: TrainSettings, state: TrainState) -> bool:

@@ -114,10 +114,11 @@ class PureStep(Step):
             loss = collectives.pmean(loss, axis if hook is None else shared_part(hook, self.info.axis) or axis)
         return loss
 
-    def finite(self, done: BackwardResult) -> bool | torch.Tensor | None:
+    def finite(self, done: BackwardResult) -> Any:
         if not self.train.checks_finite:
             return None
-        return all_finite(self.train, [x.detach() for x in done.grads or ()], self.info)
+        waits = not (traced.recording() or private.in_transform())
+        return all_finite(self.train, [x.detach() for x in done.grads or ()], self.info, waits)
 
     def update(self, done: BackwardResult, states: Any, finite: Any) -> Updated:
         updated = super().update(done, states, finite)

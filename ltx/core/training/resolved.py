@@ -21,7 +21,7 @@ from ltx.core.gradients.comm_hook import CommHook, shared_part
 from ltx.core.optim.base import Prepared
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import ALONE, Ranks
-from ltx.core.training.guard import must_sync_finite, runs_ahead
+from ltx.core.training.guard import must_sync_finite
 from ltx.core.training.settings import check_layout
 from ltx.core.training.train_state import TrainState
 from ltx.core.transforms.run import KIND, Known, Run
@@ -85,5 +85,6 @@ def resolve(train: Any, params: Tree, leaves: list[torch.Tensor], spec: Any, inf
     among = axis if everyone or hook is None else shared_part(hook, axis) or axis
     ranks = ALONE if axis.size == 1 or (hook is None and not everyone) else among.ranks
     lasts = not (late or strategy.communicates_besides or stateful(strategy))
-    ahead = runs_ahead(info, leaves)
+    device, on_host = axis.ranks.device, not leaves or leaves[0].device.type == "cpu"
+    ahead = not on_host or (device is not None and axis.ranks.stream_of(device) is not None)
     return Resolved(train, axis, params, leaves, spec, hook, ranks, late, post_update_hook, ahead, lasts)

@@ -299,9 +299,11 @@ class EagerStep(Step):
             return None
         if self._work.unused:
             self._work.look(range(len(done.grads)), done.grads)
-        finite = guard.all_finite(self.train, done.grads, self.info, done.sums) if self.train.checks_finite else None
-        guards, most = self.train.guard == "raise", self.train.max_skipped
-        if isinstance(finite, torch.Tensor) and (guards or (most is not None and self.state.step % most == 0)):
+        finite, train, most = None, self.train, self.train.max_skipped
+        if train.checks_finite:
+            finite = guard.all_finite(train, done.grads, self.info, not self.resolved.ahead, done.sums)
+        asks = train.guard == "raise" or (most is not None and self.state.step % most == 0)
+        if asks and isinstance(finite, torch.Tensor):
             finite = bool(self.info.axis.ranks.read(finite, "the guard"))  # the host waits for the device
         if done.skip is not None and finite is not False:
             finite = done.skip.logical_not() if finite is None or finite is True else finite & ~done.skip
