@@ -47,10 +47,9 @@ class PureStep(Step):
                 check_replicas(state, train.step.axis)
             axis = comm.resolve(train.step.axis)
             strategy.check(train.optimizer, axis)
+            _check_derivative(train, state, batch)
         info = StepInfo(sync.checked_step(), axis)
         check_layout(strategy, info.step)
-        if not traced.recording():
-            _check_derivative(train, state, batch)
         params = state.trained
         pending = strategy.begin(params, sync.leaves, info, None)
         return cls(train, state, batch, info, pending, params, *tree.flatten(params))
@@ -87,8 +86,7 @@ class PureStep(Step):
                     )[: len(inputs)]
                 if any(x.is_leaf and x.grad is not None for x in inputs):
                     raise inner_pass("train_step")
-        count = len(self.leaves)
-        grads, states = flat_grads[:count], sync.leaves
+        grads, states = flat_grads[: len(self.leaves)], sync.leaves
         if with_state:
             states = tree.unflatten(spec, flat_grads).sync_state.leaves
         if loss_scale is not None:
@@ -120,15 +118,11 @@ class PureStep(Step):
         waits = not (traced.recording() or private.in_transform())
         return all_finite(self.train, [x.detach() for x in done.grads or ()], self.info, waits)
 
-    def update(self, done: BackwardResult, states: Any, finite: Any) -> Updated:
-        updated = super().update(done, states, finite)
+    def commit(self, updated: Updated, following: TrainState) -> None:
         if updated.pending is not None:
             raise UnsupportedError(
                 f"{self.train.step.strategy!r} leaves work under way between two steps, which transforms can't carry."
             )
-        return updated
-
-    def commit(self, updated: Updated, following: TrainState) -> None:
         if not traced.recording() and self.state.module is not None and not private.in_transform():
             following.__dict__["module"] = self.state.module
             self.state.module.show(following)
