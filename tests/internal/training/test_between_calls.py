@@ -150,7 +150,7 @@ def test_another_axis_of_the_name(ranks: Ranks) -> None:
 
 def plans_made(grad: str) -> list[int]:
     """How many plans the first, the second and the third call ask for."""
-    module, counts = importlib.import_module("ltx.core.transforms.marking"), []
+    module, counts = importlib.import_module("ltx.core.transforms.data_parallel"), []
     step, w = ltx.data_parallel(inner), torch.ones(2)
     for _ in range(3):
         with mock.patch.object(module, "make_plan", wraps=module.make_plan) as asked:
