@@ -22,20 +22,10 @@ from ltx.core.base.private import Tensors, unwrapped
 from ltx.core.collectives.calls import check_dense, check_sums
 from ltx.core.collectives.linear import at_places
 from ltx.core.collectives.psum import is_sparse, psum_sparse, split_sparse
-from ltx.core.gradients import marker
+from ltx.core.gradients import marker, planning
 from ltx.core.gradients.comm_hook import EXACT, CommHook, counts_as, shared_part, stateful_hook
-from ltx.core.gradients.pending import ProcessSchedule, schedule_for
-from ltx.core.gradients.planning import (
-    Names,
-    Plan,
-    all_tracked,
-    arrival_order,
-    by_path,
-    differentiable,
-    in_step,
-    make_plan,
-)
-from ltx.core.gradients.schedule import ImmediateSchedule, Schedule
+from ltx.core.gradients.pending import ImmediateSchedule, ProcessSchedule, Schedule, schedule_for
+from ltx.core.gradients.planning import Plan, all_tracked, arrival_order, differentiable, in_step, make_plan
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import ALONE
 from ltx.core.transforms import compare
@@ -366,7 +356,13 @@ def prepare_trace(
 
 
 def _schedule_in_graph(
-    key: str, tensors: Tensors, arrival: Order, names: Names, paths: Paths, step: int, clock: torch.Tensor | None
+    key: str,
+    tensors: Tensors,
+    arrival: Order,
+    names: planning.Names,
+    paths: Paths,
+    step: int,
+    clock: torch.Tensor | None,
 ) -> Schedule:
     strategy, hook, axis = traced.kept(key)
     of = list(paths)
@@ -377,7 +373,13 @@ def _schedule_in_graph(
 
 @traced.node
 def _mark_node(
-    key: str, arrival: Order, names: Names, paths: Paths, step: int, clock: torch.Tensor | None, *tensors: torch.Tensor
+    key: str,
+    arrival: Order,
+    names: planning.Names,
+    paths: Paths,
+    step: int,
+    clock: torch.Tensor | None,
+    *tensors: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     """Mark ``*parameters, *states`` at step `step` + `clock`. Returns (*marked parameters, *tokens)."""
     count = len(arrival)
@@ -431,7 +433,9 @@ def mark(
     if hook is None or not _marks(step_fn, hook, axis):
         wanted = [] if hook is None and sync_state is None else all_tracked(leaves)
         if hook is not None and wanted:  # patterns must match here too, as on many ranks
-            by_path(step_fn.strategy, hook, lambda: [tree.spec_paths(spec)[i] for i in wanted], range(len(wanted)))
+            planning.by_path(
+                step_fn.strategy, hook, lambda: [tree.spec_paths(spec)[i] for i in wanted], range(len(wanted))
+            )
         if sync_state is None or not wanted:
             return Marked(leaves, as_given=True)
         # A blocked step passes the state through unchanged; any other step without communication is counted in it.
