@@ -25,7 +25,7 @@ from ltx.core.collectives.psum import is_sparse, psum_sparse, split_sparse
 from ltx.core.gradients import marker, planning
 from ltx.core.gradients.comm_hook import EXACT, CommHook, counts_as, shared_part, stateful_hook
 from ltx.core.gradients.pending import ImmediateSchedule, ProcessSchedule, Schedule, schedule_for
-from ltx.core.gradients.planning import Plan, all_tracked, arrival_order, differentiable, in_step, make_plan
+from ltx.core.gradients.planning import Names, Plan, all_tracked, arrival_order, differentiable, in_step, make_plan
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import ALONE
 from ltx.core.transforms import compare
@@ -356,13 +356,7 @@ def prepare_trace(
 
 
 def _schedule_in_graph(
-    key: str,
-    tensors: Tensors,
-    arrival: Order,
-    names: planning.Names,
-    paths: Paths,
-    step: int,
-    clock: torch.Tensor | None,
+    key: str, tensors: Tensors, arrival: Order, names: Names, paths: Paths, step: int, clock: torch.Tensor | None
 ) -> Schedule:
     strategy, hook, axis = traced.kept(key)
     of = list(paths)
@@ -373,13 +367,7 @@ def _schedule_in_graph(
 
 @traced.node
 def _mark_node(
-    key: str,
-    arrival: Order,
-    names: planning.Names,
-    paths: Paths,
-    step: int,
-    clock: torch.Tensor | None,
-    *tensors: torch.Tensor,
+    key: str, arrival: Order, names: Names, paths: Paths, step: int, clock: torch.Tensor | None, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """Mark ``*parameters, *states`` at step `step` + `clock`. Returns (*marked parameters, *tokens)."""
     count = len(arrival)
@@ -425,6 +413,7 @@ def mark(
     options: CallOptions,
 ) -> Marked:
     """The marked parameters of an eager call of `step_fn` on `axis` at `step`, with the strategy's `hook`."""
+    strategy, paths = step_fn.strategy, functools.partial(tree.spec_paths, spec)
     hook = options.hook or hook
     below: Tensors = () if options.deferred else leaves
     if private.in_transform():
@@ -433,9 +422,7 @@ def mark(
     if hook is None or not _marks(step_fn, hook, axis):
         wanted = [] if hook is None and sync_state is None else all_tracked(leaves)
         if hook is not None and wanted:  # patterns must match here too, as on many ranks
-            planning.by_path(
-                step_fn.strategy, hook, lambda: [tree.spec_paths(spec)[i] for i in wanted], range(len(wanted))
-            )
+            planning.by_path(strategy, hook, lambda: [paths()[i] for i in wanted], range(len(wanted)))
         if sync_state is None or not wanted:
             return Marked(leaves, as_given=True)
         # A blocked step passes the state through unchanged; any other step without communication is counted in it.
@@ -453,13 +440,12 @@ def mark(
     wanted = differentiable(leaves) if deferred else all_tracked(leaves)
     if not wanted:
         return Marked(leaves, as_given=True)
-    paths = functools.partial(tree.spec_paths, spec)
     mine = [*map(leaves.__getitem__, wanted)]
     states = states_of_leaves(sync_state, paths, wanted, hook, returned=deferred)
     tensors = [tuple(state.values()) for state in states] if hook.state_names else [()] * len(mine)
-    names, strategy = tuple(map(tuple, states)), step_fn.strategy
     arrival, mine_paths = functools.partial(arrival_order, params, wanted), lambda: [paths()[i] for i in wanted]
-    plan = make_plan(strategy, hook, axis, mine, arrival, names, step, mine_paths, "data_parallel", spec)
+    of = tuple(map(tuple, states)), step, mine_paths, "data_parallel", spec
+    plan = make_plan(strategy, hook, axis, mine, arrival, *of)
     # Ranks that share gradients start from equal parameters; ranks that communicate after the update needn't.
     sharing = plan.part or axis
     if strategy.layout.params == "replicated" or options.hook is None:

@@ -33,7 +33,6 @@ from ltx.core.transforms.run import PLAIN_CALL, CallOptions, StepSettings, refus
 from ltx.core.transforms.sync_state import Synced, SyncState, check_state, states_after
 from ltx.typing import Step, Tree
 
-Check = Callable[[Any], Any]
 Flat = tuple[list[torch.Tensor], Any]  # leaves and their structure
 
 
@@ -151,7 +150,7 @@ def _is_plain(step: Step, argnum: int, args: tuple[Any, ...]) -> TypeGuard[Any]:
 
 
 def _by_plain_autograd(
-    step: Any, at: int, check: Check, flat: Flat, options: Any, args: tuple[Any, ...], named: Any, state: Any
+    step: Any, at: int, check: Any, flat: Flat, options: Any, args: tuple[Any, ...], named: Any, state: Any
 ) -> Any:
     """The result of :func:`grad_and_value`'s function, if :func:`_is_plain`. `options`: those of a call that waits for
     its buckets here; None for a step of one rank, which too may use what torch.func has no rules for. `named`: kwargs.

@@ -84,8 +84,7 @@ def plain_values(x: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers(x: torch.Tensor) -> list[float]:
-    values = plain_values(x)
-    return [values.item()] if values.ndim == 0 else values.flatten().tolist()
+    return plain_values(x).flatten().tolist()
 
 
 tree.register_node(
