@@ -7,8 +7,7 @@
 ==================================  ==============================================================================
 """
 
-from ltx.profile.comparison import Comparison, compare
-from ltx.profile.traces import Timeline, Trace, record, timeline
+from ltx.profile.traces import Comparison, Timeline, Trace, compare, record, timeline
 
 __all__ = ["Comparison", "Timeline", "Trace", "compare", "record", "timeline"]
 
