@@ -1,12 +1,7 @@
-"""The data of a run: DataPosition counts the samples done, uneven lets ranks have different numbers of batches.
+"""The data of a run: how far it is, what of it each rank gets, and what a rank does that has no more.
 
-share_out gives each rank its share of any items, and rank_zero_first lets rank 0 prepare files for all.
-
-With a DataPosition a step takes the next ``batch_size`` samples of the epoch's order, which are divided among ranks. So
-a step's samples don't depend on the number of ranks, which may change between any two steps.
-
-When a rank has no data left, Horovod's ``join()`` and torch's ``Join`` answer the other ranks' collectives outside of
-the step. With uneven the rank keeps calling the step, on placeholders of weight 0, so all ranks run the same code.
+With Horovod's ``join()`` and torch's ``Join`` such a rank answers the others' collectives outside of the step. With
+uneven it keeps calling the step, on placeholders of weight 0, so all ranks run the same code.
 """
 
 from __future__ import annotations

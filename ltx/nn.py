@@ -171,15 +171,13 @@ class _Normalised(torch.autograd.Function):
         return None, dx, of_mean, of_var, None if weight is None else of_weight, None if bias is None else of_bias
 
 
-def _normalised_by_formula(eps: float, x: Tensor, *terms: Tensor | None) -> Tensor:
+def _normalised_by_formula(eps: float, x: Tensor, *terms: Any) -> Tensor:
     dtype, (mean, var, weight, bias) = collectives.wide(x.dtype), terms
-    assert mean is not None
-    assert var is not None
     scale = (var.to(dtype) + eps).rsqrt()
     if weight is not None:
         scale = scale * weight
     channels = (1, -1, *[1] * (x.ndim - 2))
-    y = (x.to(dtype) - mean.to(dtype).reshape(channels)) * scale.reshape(channels)
+    y: Tensor = (x.to(dtype) - mean.to(dtype).reshape(channels)) * scale.reshape(channels)
     if bias is not None:
         y = y + bias.reshape(channels)
     return y.to(x.dtype)

@@ -1,12 +1,11 @@
 """Parameters that are DTensors: torch's tensor parallelism on a dimension of a mesh, ltx's data parallelism on another.
 
-Each rank reduces the gradients of the parts that it holds, with the ranks that hold the same parts. So ltx works on
-this rank's parts, which are plain tensors, and the user's function gets DTensors made of them:
+ltx works on this rank's parts, which are plain tensors, and the user's function gets DTensors made of them:
 
     with_dtensors(data_parallel(f))(params) = data_parallel(f ∘ placed)(local(params))
 
-The transpose of `placed` gives a gradient its parameter's placements. Three things need more than a part, and ask the
-model's ranks: the norm for clipping, whether gradients are finite, and whether what isn't split is equal.
+The transpose of `placed` gives a gradient its parameter's placements. Three things ask the model's ranks: the norm for
+clipping, whether gradients are finite, and whether what isn't split is equal.
 """
 
 from __future__ import annotations

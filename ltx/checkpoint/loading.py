@@ -162,8 +162,7 @@ class Opened(NamedTuple):
         return name in self.metadata.state_dict_metadata
 
     def like(self, name: str) -> tuple[torch.Size, torch.dtype]:
-        entry = self.metadata.state_dict_metadata[name]
-        assert isinstance(entry, dcp.TensorStorageMetadata)
+        entry: Any = self.metadata.state_dict_metadata[name]
         return entry.size, entry.properties.dtype
 
     def structure(self, name: str) -> Any:

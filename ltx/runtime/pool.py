@@ -1,9 +1,8 @@
 """Functions on worker processes: ``ltx.Pool``, whose workers stay between calls, and ``ltx.launch``, for one call.
 
-The workers are one world: collectives work in the function. After a failure, a timeout or an interrupt some ranks may
-still be inside a collective, and ranks may have issued different numbers of collectives. So the ranks that are still
-busy are asked to give up (KeyboardInterrupt is raised in them), and before the next run all make a new world; what they
-keep in their modules and cells is still there. If a worker is gone, or doesn't give up, the next run has new workers.
+After a failure, a timeout or an interrupt busy ranks are asked to give up (KeyboardInterrupt is raised in them), and
+before the next run all make a new world, as they may have issued different numbers of collectives. If a worker is gone,
+or doesn't give up, the next run has new workers.
 """
 
 from __future__ import annotations
