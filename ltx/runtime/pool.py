@@ -175,7 +175,6 @@ class Pool:
             interrupt.args = (f"{interrupt} {OF_WORKERS[kept]}",)
             raise
         finally:
-            workers.finish_output()
             if not kept:
                 self._drop()
         if kinds != {Result}:
@@ -264,32 +263,26 @@ def launch(
     nprocs = check_size("ltx.launch", nprocs)
     method: str = start_method if start_method is not None else getattr(strategy, "start_method", "popen")
     limit_s = None if timeout is None else seconds("ltx.launch: timeout", timeout)
-    if method == "fork" and threads not in (None, 1):
+    said, fork = os.environ.get("OMP_NUM_THREADS", ""), method == "fork"
+    if fork and threads not in (None, 1):
         raise WorkerError(
             f'ltx.launch(threads={threads!r}, start_method="fork"): a fork can\'t compute on several threads, since '
             'OpenMP hangs in a fork of a process that has used it. Leave threads out, or use "popen".'
         )
-    if method == "fork":
-        threads = 1
-    elif threads is not None:
-        threads = whole("ltx.launch: threads", threads, 1, WorkerError)
-    else:
-        said = os.environ.get("OMP_NUM_THREADS", "")
-        threads = int(said) if said.isdecimal() and int(said) else max(1, cores() // nprocs)
-    call = pack_call(1, fn, args, {}) if method != "fork" else pack(Call(1))  # a fork has all of it
-    handed = (fn, args) if method == "fork" else None
+    if threads is None:
+        threads = 1 if fork else int(said) if said.isdecimal() and int(said) else max(1, cores() // nprocs)
+    threads = whole("ltx.launch: threads", threads, 1, WorkerError)
+    call, handed = (pack(Call(1)), (fn, args)) if fork else (pack_call(1, fn, args, {}), None)  # a fork has all of it
     with closing(call):
         workers = WorkerGroup(nprocs, starter(method, nprocs, threads, handed), _START_TIMEOUT_S)
         try:
             answers = workers.collect(1, call, range(nprocs), name_of(fn), limit_s, GRACE_S)
-            complete = all(isinstance(answers.get(rank), Result) for rank in range(nprocs))
-            if complete:
+            if complete := all(isinstance(answers.get(rank), Result) for rank in range(nprocs)):
                 workers.stop()
         except CallInterruptedError as interrupt:
             interrupt.kept = False
             raise
         finally:
-            workers.finish_output()
             workers.kill()
     if not complete:
         raise failure_error(name_of(fn), answers, range(nprocs), nprocs, limit_s, kept=None)

@@ -102,13 +102,6 @@ class WorkerGroup:
                 break
         return answers
 
-    def finish_output(self) -> None:
-        """After a call: show the rest of its output."""
-        self._output.show(finish=True)
-        self._output.drawn = {key: drawn for key, drawn in self._output.drawn.items() if isinstance(drawn, Area)}
-        for area in self._output.drawn.values():
-            area.finish()
-
     def renew(self) -> None:
         """Have all workers make a new world; they keep their state. Raises WorkerError if one fails to."""
         self._worlds += 1
@@ -230,6 +223,11 @@ class WorkerGroup:
             kept = all(isinstance(answers.get(rank), Result | Failure) for rank in asked)
             places = "; ".join(f"rank {rank} {told_where(answers.get(rank))}" for rank in sorted(asked))
             raise CallInterruptedError(f"{name} was interrupted: {places}.", kept) from None
+        finally:
+            self._output.show(finish=True)
+            self._output.drawn = {key: drawn for key, drawn in self._output.drawn.items() if isinstance(drawn, Area)}
+            for area in self._output.drawn.values():
+                area.finish()
 
     def _give_up(self, number: int, waiting: set[int], answers: dict[int, Any], grace_s: float) -> None:
         """Ask the ranks in `waiting` to give call `number` up, and wait until they have, at most `grace_s`. Warn when

@@ -112,7 +112,7 @@ def test_an_interrupt_while_others_give_up_interrupts_the_call(monkeypatch: pyte
         answers: ClassVar[list[dict[int, Any]]] = [{0: Failure("ValueError", "", "", 0.0)}]
 
         def __init__(self) -> None:
-            self.size = 2
+            self.size, self._output = 2, worker_group.Output(2)
 
         def send(self, *_: Any) -> bool:
             return True
