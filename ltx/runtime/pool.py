@@ -150,7 +150,7 @@ class Pool:
         with self._lock:
             if self._closed:
                 raise WorkerError(f"this {self!r} can't run {name_of(fn)}. Make a new one: ltx.Pool({self._size}).")
-            if self._workers is not None and not self._workers.is_ours:
+            if self._workers is not None and self._workers.owner != os.getpid():
                 raise WorkerError(
                     f"this ltx.Pool was started by the process of which {os.getpid()} is a fork. Make one in the fork."
                 )

@@ -51,7 +51,8 @@ class WorkerGroup:
         self._processes: list[Process] = []
         self._connections: list[Connection] = []
         self._output = Output(size)
-        theirs = (os.getpid(), self._processes, self._connections, self._output)
+        self.owner = os.getpid()  # of which this process may be a fork by now
+        theirs = (self.owner, self._processes, self._connections, self._output)
         self._end = weakref.finalize(self, _end, *theirs, grace_s=_STOP_GRACE_S)
         try:
             for rank in range(size):
@@ -66,12 +67,6 @@ class WorkerGroup:
     @property
     def pids(self) -> list[int]:
         return [process.pid or 0 for process in self._processes]
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether this process has started the workers, and isn't a fork of the process that did."""
-        details = self._end.peek()
-        return details is not None and details[2][0] == os.getpid()
 
     def send(self, rank: int, message: Message) -> bool:
         """Send `message` to a worker; False if it is gone."""
@@ -138,7 +133,7 @@ class WorkerGroup:
                 reading, writing = open_pipe()
                 opened.callback(os.close, writing)
                 streams.append(writing)
-                self._output.add(reading, rank, name)
+                self._output.sources[reading] = (rank, name)
             self._processes.append(start(rank, theirs, self._connections, streams))
         self.send(rank, pack(messages.Setup(search_path(), shows_output, in_notebook())))
 
@@ -313,14 +308,10 @@ class Output:
 
     def __init__(self, size: int = 1) -> None:
         self.drawn: dict[Any, Any] = {}  # what is drawn on the screen and may change: bars, lines, areas of ranks
-        self.sources: dict[int, tuple[int, str]] = {}
+        self.sources: dict[int, tuple[int, str]] = {}  # of each pipe, the rank, and "stdout" or "stderr"
         self._begun: dict[int, bytes] = {}  # the unfinished last line of each pipe
         self._held = [deque[tuple[float, tuple[str, str]]]() for _ in range(size)]
         self._counts = [Counter[tuple[str, str]]() for _ in range(size)]  # of what `_held` has
-
-    def add(self, fd: int, rank: int, stream: str) -> None:
-        """Show what `fd` brings as output of `rank`, on this process' `stream`: "stdout" or "stderr"."""
-        self.sources[fd] = (rank, stream)
 
     def hold(self, rank: int, stream: str, text: str) -> None:
         """Print `text` of `rank` with a later :meth:`show`."""

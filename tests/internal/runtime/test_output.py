@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[3]
 def shown(stream: str, *pieces: bytes) -> None:
     reading, writing = open_pipe()
     output = Output()
-    output.add(reading, 0, stream)
+    output.sources[reading] = (0, stream)
     for piece in pieces:
         os.write(writing, piece)
         output.show()
