@@ -326,8 +326,12 @@ class Output:
     def show(self, *, wait: bool = True, finish: bool = False) -> None:
         """Print whole lines, those of all ranks once; `wait`: others wait a moment; `finish`: unfinished lines too."""
         for fd, (rank, stream) in list(self.sources.items()):
-            written = self._begun.pop(fd, b"") + self._read(fd)
-            gone = fd not in self.sources  # the process has ended: no more output follows
+            read, gone = b"", False
+            with suppress(BlockingIOError):
+                read = os.read(fd, _PIPE_BYTES)
+                if gone := not read:  # the process has closed the pipe: no more output follows
+                    self._close(fd)
+            written = self._begun.pop(fd, b"") + read
             end = len(written) if finish or gone else written.rfind(b"\n") + 1
             self._begun[fd] = written[end:].rpartition(b"\r")[2]  # drop the text that a carriage return has overwritten
             if end:
@@ -353,15 +357,6 @@ class Output:
                 if not self._held[rank]:  # forget which lines there were
                     self._counts[rank].clear()
             yield None if len(ranks) > 1 else ranks[0], heads[ranks[0]][1]
-
-    def _read(self, fd: int) -> bytes:
-        try:
-            chunk = os.read(fd, _PIPE_BYTES)
-        except BlockingIOError:
-            return b""
-        if not chunk:  # an empty read means that the process has closed the pipe
-            self._close(fd)
-        return chunk
 
     def _close(self, fd: int) -> None:
         with suppress(OSError):
