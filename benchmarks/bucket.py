@@ -1,6 +1,6 @@
 """What the host does for one bucket of gradients with an FP16 hook, in ltx and in torch's DDP: counted, and timed.
 
-:mod:`benchmarks.calls` prints it on a GPU, and ``tests/streams/test_calls.py`` holds the counts on the CPU. A count is
+:mod:`benchmarks.calls` prints it on a GPU, and ``tests/streams/test_record.py`` holds the counts on the CPU. A count is
 the difference between two steps over the same parameters in few and in many buckets, by the number of buckets between
 them, so what is done for a step or for a parameter isn't in it. Both the thread of the step and that of the backward
 pass are counted.

@@ -55,7 +55,7 @@ MUTANTS = (
     Mutant(
         "gradients: gradients of gradients go through the hook -> second derivatives are compressed",
         At("Schedule.hook_of", "return ExactSum(counts_as(hook, self.plan.axis.size)) if self.again else", "return"),
-        "tests/internal/hooks/test_hooks.py::test_gradients_of_gradients_are_exact",
+        "tests/internal/hooks/test_plain.py::test_gradients_of_gradients_are_exact",
     ),
     Mutant(
         "gradients: each rank keeps its own order of arrival -> "
