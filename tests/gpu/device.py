@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import ltx
 from tests.streams.backend import log
-from tests.streams.test_steps import OF_LAST_STEP, ON_HOST
+from tests.streams.test_steps import OF_LAST_STEP, ON_HOST, loss_of
 
 DEVICE = os.environ.get("LTX_TEST_DEVICE", "cuda")
 needs_cuda = pytest.mark.skipif(DEVICE != "cuda", reason="needs CUDA")
@@ -63,13 +63,6 @@ def batch(step: int, samples: int = 16) -> tuple[Tensor, Tensor]:
     drawn = torch.Generator().manual_seed(step)
     x, y = torch.randn(samples, 32, generator=drawn), torch.randint(8, (samples,), generator=drawn)
     return x.to(DEVICE), y.to(DEVICE)
-
-
-def loss_of(module: nn.Module) -> Loss:
-    def loss(params: Any, x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(ltx.functional_call(module, params, (x,)), y)
-
-    return loss
 
 
 def params_of(module: nn.Module) -> dict[str, Tensor]:

@@ -37,10 +37,6 @@ ELSEWHERE = {
 }
 
 
-def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith(("__", "_foreach_"))
-
-
 def uses(tree: ast.AST) -> int:
     """On how many lines a file imports private names from torch, or looks them up there."""
     lines = set()
@@ -52,7 +48,8 @@ def uses(tree: ast.AST) -> int:
             names = [part for alias in node.names for part in alias.name.split(".")]
         elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
             names = [node.attr]
-        lines |= {node.lineno for name in names if is_private(name)}
+        if any(name.startswith("_") and not name.startswith(("__", "_foreach_")) for name in names):
+            lines.add(node.lineno)
     return len(lines)
 
 

@@ -68,10 +68,6 @@ def through(cubes: Any, several: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     return f
 
 
-def nested(f: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    return grad(lambda a: grad(lambda b: f(a * b))(x).sum())(x)
-
-
 def around(f: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     outside = x.clone().requires_grad_()
     return torch.autograd.grad(grad(lambda a: f(a * outside))(x).sum(), outside)[0]
@@ -79,21 +75,15 @@ def around(f: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.
 
 WAYS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "grad": lambda f, x: grad(f)(x),
-    "grad of grad": nested,
+    "grad of grad": lambda f, x: grad(lambda a: grad(lambda b: f(a * b))(x).sum())(x),
     "jacrev of grad": lambda f, x: jacrev(grad(f))(x),
     "plain autograd around grad": around,
     "vmap of grad": lambda f, x: torch.vmap(grad(f))(torch.stack([x, 2 * x])),
     "grad of vmap": lambda f, x: grad(lambda a: torch.vmap(f)(torch.stack([a, 2 * a])).sum())(x),
     "vjp, run twice": lambda f, x: [vjp(f, x)[1](torch.tensor(c)) for c in (1.0, -2.0)],
     "jacrev": lambda f, x: jacrev(lambda a: f(a) * a)(x),
-    "no_grad inside": lambda f, x: grad(lambda a: f(a) + no_grad_of(f, a))(x),
+    "no_grad inside": lambda f, x: grad(lambda a: f(a) + torch.no_grad()(f)(a))(x),
 }
-
-
-def no_grad_of(f: Any, x: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        value: torch.Tensor = f(x)
-    return value
 
 
 @pytest.mark.parametrize("way", WAYS)

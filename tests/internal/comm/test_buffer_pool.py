@@ -12,11 +12,9 @@ from torch import Tensor
 from ltx.core.comm import buffer_pool
 from ltx.core.comm.buffer_pool import BufferPool
 
-CPU = torch.device("cpu")
-
 
 def take(of: BufferPool, plan: Any = "plan", place: int = 0, shape: tuple[int, ...] = (1000,)) -> Tensor:
-    return of.take(plan, place, True, shape, torch.float32, CPU)
+    return of.take(plan, place, True, shape, torch.float32, torch.device("cpu"))
 
 
 def test_memory_that_nobody_looks_at_is_taken_again() -> None:

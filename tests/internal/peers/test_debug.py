@@ -18,15 +18,9 @@ from ltx.errors import LtxError, RankMismatchError
 from tests.kinds import OnNewAxis, Ranks
 from tests.train_on import go_on, raised_by, said
 
-Call = Callable[[int], Any]
-
 
 def step(w: torch.Tensor) -> torch.Tensor:
     return (w**2).sum()
-
-
-def synced(hook: str) -> object:
-    return ltx.sync_gradients(torch.ones(2), ltx.DDPStrategy(comm_hook=hook))
 
 
 def checked(call: Callable[..., Any], *args: Any) -> Any:
@@ -35,7 +29,7 @@ def checked(call: Callable[..., Any], *args: Any) -> Any:
 
 
 #: name: (what rank r calls, what the error says). Both ranks have called each of the two before, or the first alone.
-FAULTS: dict[str, tuple[Call, tuple[str, ...]]] = {
+FAULTS: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
     "order of equal shapes": (
         lambda r: [ltx.psum({name: torch.ones(2)}) for name in "ab"[:: 1 - 2 * r]],
         ("on psum, leaf 'a'", "rank 0: psum(a: float32[2]) at ", "rank 1: psum(b: float32[2]) at "),
@@ -57,7 +51,7 @@ FAULTS: dict[str, tuple[Call, tuple[str, ...]]] = {
         ("on the operation: rank 0: barrier 'load'; rank 1: barrier 'save'",),
     ),
     "hooks": (
-        lambda r: synced(["fp16", "bf16"][r]),
+        lambda r: ltx.sync_gradients(torch.ones(2), ltx.DDPStrategy(comm_hook=["fp16", "bf16"][r])),
         ("on sync_gradients, its arguments", "rank 0: FP16()", "rank 1: BF16()"),
     ),
     "a step and a collective": (

@@ -21,18 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ltx
+from tests.internal.training.test_between_steps import loss
 from tests.kinds import Params, Ranks
 from tests.train_on import inner
 
-OWN = torch.nn.Parameter(torch.ones(()))
 GRADS: dict[str, Callable[..., Any]] = {"ltx.grad": ltx.grad, "torch.func.grad": torch.func.grad}
-
-
-def loss(params: Any, x: Tensor) -> Any:
-    w, v, b = (params[key] for key in "wvb") if isinstance(params, dict) else params
-    total = (torch.tanh(x.to(w.dtype) @ w) @ v + b).square().mean()
-    total = total * OWN if len(x) == 5 else total
-    return ltx.Weighted(total * len(x), len(x)) if len(x) == 3 else total
 
 
 class Later(ltx.DDPStrategy):

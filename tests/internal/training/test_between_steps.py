@@ -11,9 +11,10 @@ import importlib
 import pickle
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from operator import setitem
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -55,54 +56,21 @@ class Row:
     only: tuple[int, ...] = (1, 2)
 
 
-def loss(params: dict[str, Tensor], x: Any) -> Any:
+def loss(params: Any, x: Any) -> Any:
     x = x["x"] if isinstance(x, dict) else x
-    hidden = torch.tanh(x.to(params["w"].dtype) @ params["w"]) @ params["v"] + params["b"]
-    total = hidden.square().mean()
+    w, v, b = (params[key] for key in "wvb") if isinstance(params, dict) else params
+    total = (torch.tanh(x.to(w.dtype) @ w) @ v + b).square().mean()
     total = total * OWN if len(x) == 5 else total
     return ltx.Weighted(total * len(x), len(x)) if len(x) == 3 else total
 
 
-def with_aux(params: dict[str, Tensor], x: Tensor) -> Any:
-    return loss(params, x), {"rows": x.clone()}
+def then(change: Callable[[Any], object]) -> Callable[[Any], Any]:
+    """The state, in which something is changed."""
+    return lambda state: (change(state), state)[1]
 
 
-def put(state: Any) -> Any:
-    """Another tensor in the very dict that the state gives."""
-    state.params["w"] = state.params["w"].detach().clone() * 2
-    return state
-
-
-def other_shape(state: Any) -> Any:
-    state.params["w"] = torch.ones(5, 9)
-    state.params["v"] = torch.ones(9)
-    return state
-
-
-def frozen(state: Any) -> Any:
-    state.params["w"].requires_grad_()
-    return state
-
-
-def hooked(state: Any) -> Any:
-    state.params["w"].requires_grad_().register_hook(lambda grad: grad * 2)
-    return state
-
-
-def moment(state: Any) -> Any:
-    state.opt_state.per_param["w"]["exp_avg"].mul_(3.0)
-    return state
-
-
-def other_moment(state: Any) -> Any:
-    state.opt_state.per_param["w"]["exp_avg"] = torch.ones(5, 7)
-    return state
-
-
-def loaded(state: Any) -> Any:
-    values = {name: x + 1 if x.is_floating_point() else x for name, x in state.state_dict().items()}
-    state.load_state_dict(values)
-    return state
+FROZEN = then(lambda s: s.params["w"].requires_grad_())
+MOMENT = then(lambda s: s.opt_state.per_param["w"]["exp_avg"].mul_(3.0))
 
 
 class Changing(ltx.DDPStrategy):
@@ -112,15 +80,13 @@ class Changing(ltx.DDPStrategy):
         return ltx.hooks.BF16() if step >= 3 else ltx.hooks.AllReduce()
 
 
-def as_float64() -> AbstractContextManager[Any]:
-    class Default(nullcontext[None]):
-        def __enter__(self) -> None:
-            torch.set_default_dtype(torch.float64)
-
-        def __exit__(self, *_: object) -> None:
-            torch.set_default_dtype(torch.float32)
-
-    return Default()
+@contextmanager
+def as_float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def another(train: Any, **made: Any) -> Any:
@@ -147,20 +113,26 @@ ROWS = {
     ),
     "the step's number is read": Row(state=lambda s: s.step and s, carried=True),
     "parameters are read": Row(state=lambda s: s.params and s),
-    "a parameter is put in": Row(state=put),
-    "parameters of another shape": Row(state=other_shape),
-    "a parameter requires grad": Row(state=frozen),
-    "a parameter requires grad, kept": Row(state=frozen, made={"donate": False}),
-    "a parameter has a hook": Row(state=hooked),
-    "a moment is multiplied": Row(state=moment),
-    "a moment is put in": Row(state=other_moment),
-    "a moment is multiplied, bucket by bucket": Row(state=moment, made={"overlap": "update"}),
+    "a parameter is put in": Row(state=then(lambda s: setitem(s.params, "w", s.params["w"].detach().clone() * 2))),
+    "parameters of another shape": Row(
+        state=then(lambda s: [setitem(s.params, "w", torch.ones(5, 9)), setitem(s.params, "v", torch.ones(9))])
+    ),
+    "a parameter requires grad": Row(state=FROZEN),
+    "a parameter requires grad, kept": Row(state=FROZEN, made={"donate": False}),
+    "a parameter has a hook": Row(
+        state=then(lambda s: s.params["w"].requires_grad_().register_hook(lambda grad: grad * 2))
+    ),
+    "a moment is multiplied": Row(state=MOMENT),
+    "a moment is put in": Row(state=then(lambda s: setitem(s.opt_state.per_param["w"], "exp_avg", torch.ones(5, 7)))),
+    "a moment is multiplied, bucket by bucket": Row(state=MOMENT, made={"overlap": "update"}),
     "parameters are replaced": Row(state=lambda s: replace(s, params={k: x + 1 for k, x in s.params.items()})),
     "a step is counted anew": Row(state=lambda s: replace(s, step=7)),
     "a copy": Row(state=copy.deepcopy),
     "a pickle": Row(state=lambda s: pickle.loads(pickle.dumps(s))),
     "a tree's copy": Row(state=lambda s: ltx.tree.map(torch.clone, s)),
-    "loaded values": Row(state=loaded),
+    "loaded values": Row(
+        state=then(lambda s: s.load_state_dict({k: x + x.is_floating_point() for k, x in s.state_dict().items()}))
+    ),
     "a donated state": Row(earlier=True, carried=True),
     "an earlier state": Row(earlier=True, carried=True, made={"donate": False}),
     "the same train step, made again": Row(train=lambda t: another(t)),
@@ -198,7 +170,8 @@ ROWS = {
 def outcome(row: Row, slow: bool) -> tuple[Any, bool]:
     """(the bits of the state after five steps, or what was raised; whether the fourth step found answers)."""
     made = {"optimizer": ADAMW, **row.made}
-    step = ltx.data_parallel(with_aux if made.get("has_aux") else loss, row.strategy)
+    with_aux = (lambda params, x: (loss(params, x), {"rows": x.clone()})) if made.get("has_aux") else loss
+    step = ltx.data_parallel(with_aux, row.strategy)
     train = ltx.train_step(step, **made)
     draw = torch.Generator().manual_seed(3)
     start = {"w": torch.randn(5, 7, generator=draw), "v": torch.randn(7, generator=draw), "b": torch.zeros(())}

@@ -195,14 +195,9 @@ def test_an_error_after_the_first_write_by_bucket(seed: int, ranks: Ranks) -> No
 
 
 # Ctrl-C in the middle of a step: the state that the caller holds is that of a whole step.
-def _squared(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    return ((params["w"] * x).sum() - 1.0) ** 2
-
-
 def _trainer(strategy: ltx.Strategy | None = None, **options: Any) -> Any:
-    return ltx.train_step(
-        ltx.data_parallel(_squared, strategy), ltx.optim.from_torch(torch.optim.SGD, lr=0.1), **options
-    )
+    step = ltx.data_parallel(lambda p, x: ((p["w"] * x).sum() - 1.0) ** 2, strategy)
+    return ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1), **options)
 
 
 def _two() -> Tree:

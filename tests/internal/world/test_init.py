@@ -307,16 +307,12 @@ def _processes(environments: list[dict[str, str]]) -> list[tuple[int, str, str]]
     return finished(begun(["-c", script], [{"GLOO_SOCKET_IFNAME": "lo", **environ} for environ in environments]), 50)
 
 
-def _mpirun(*layout: tuple[int, int]) -> list[tuple[int, str, str]]:
-    """That of ranks whose local rank and local size these are."""
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return _processes([openmpi(rank, len(layout), *place, **common) for rank, place in enumerate(layout)])
-
-
 @pytest.mark.full
 def test_ranks_that_disagree_about_their_nodes_all_say_so() -> None:
     """Nodes of 2, 1 and 1: each rank alone fits an equal layout, which differ."""
-    for rank, (status, _, errors) in enumerate(_mpirun((0, 2), (1, 2), (0, 1), (0, 1))):
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    layout = enumerate([(0, 2), (1, 2), (0, 1), (0, 1)])
+    for rank, (status, _, errors) in enumerate(_processes([openmpi(r, 4, *place, **common) for r, place in layout])):
         assert status == 1
         assert f"WorldError: rank {rank} of 4 (launcher openmpi): rank 0 takes itself for local rank 0 of 2" in errors
         assert "Under mpirun, set GROUP_RANK" in errors
