@@ -46,9 +46,7 @@ def test_each_strategy_trains(strategy: str, task: Task) -> None:
     assert (strategies.sent(task, strategy, RANKS)[-1] == 0) == (strategy in ("alone", "DiLoCo"))
 
 
-def test_a_federated_round_reaches_clients_and_misses_the_target(
-    published: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_federated_round_reaches_clients_and_misses_the_target(published: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(published, "MOST_ROUNDS", 2)
     found = published.federated(0, published.Turn(1, None, lr=1.0))
     assert found["rounds"] is None

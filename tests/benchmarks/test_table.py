@@ -22,9 +22,7 @@ def test_a_row_has_the_median_of_ratios_and_their_quartiles() -> None:
     assert "| ltx | 2500 | 1.25 (0.88 to 1.62) |" in table.markdown({"loopback": [local, ddp, ltx, bound]})
 
 
-def test_an_interrupt_leaves_the_links_and_rounds_before_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupt_leaves_the_links_and_rounds_before_it(monkeypatch: Any, capsys: Any) -> None:
     measured: list[str] = []
 
     def measure(names: list[str], link: str, *_: Any, **__: Any) -> dict[str, Any]:

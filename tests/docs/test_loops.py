@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 import ltx
+from tests.kinds import Params
 from tests.test_readme import DOCS, blocks_of, run_in_order
 
-Params = dict[str, Tensor]
 Given = dict[str, Any]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import ltx
-from tests.kinds import Ranks
+from tests.kinds import Params, Ranks
 from tests.test_readme import DOCS, blocks_of, run_in_order
 
 PAGE = "write-a-hook.md"
@@ -163,7 +163,6 @@ def test_a_rank_without_samples_of_its_own_has_a_batch(ranks: Callable[[int], lt
 
 
 OPTIMIZERS = "write-an-optimizer.md"
-Params = dict[str, Tensor]
 
 
 def loss_at(params: Params, x: Tensor) -> Tensor:

@@ -16,13 +16,14 @@ import pytest
 
 import ltx
 from tests.needs import needs
+from tests.test_import import PUBLIC
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PUBLIC = ("ltx", "ltx.extend", "ltx.hooks", "ltx.optim", "ltx.nn", "ltx.errors", "ltx.checkpoint", "ltx.profile")
-PUBLIC += ("ltx.tensor_parallel",)
 FLAGS = re.MULTILINE | re.DOTALL
-BLOCK = re.compile(r"^```\{eval-rst\}\n\.\. currentmodule:: (\S+)\n+\.\. autosummary::\n(.*?)^```$", FLAGS)
+BLOCK = re.compile(
+    r"^```\{eval-rst\}\n\.\. currentmodule:: (\S+)\n+\.\. autosummary::\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
 
 
 def public_names(module: str) -> set[str]:

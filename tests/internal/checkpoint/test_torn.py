@@ -320,9 +320,7 @@ FAILURES: dict[str, tuple[Any, str, BaseException]] = {
 
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("failure", FAILURES)
-def test_what_says_nothing_of_the_checkpoint_is_raised(
-    failure: str, failing: int, ranks: Ranks, tmp_path: Path
-) -> None:
+def test_what_says_nothing_of_a_checkpoint_is_raised(failure: str, failing: int, ranks: Ranks, tmp_path: Path) -> None:
     """On all ranks, where the one before was taken. The next time the latest is loaded."""
 
     def on_a_rank() -> tuple[str, int]:

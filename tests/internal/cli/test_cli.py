@@ -20,6 +20,7 @@ import ltx.__main__
 from ltx.runtime.run import Ended, first_failure
 
 torchrun = pytest.importorskip("torch.distributed.run")
+Launched = list[argparse.Namespace]
 
 
 def run_ltx(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -29,9 +30,9 @@ def run_ltx(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def launched(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
+def launched(here: Path, monkeypatch: pytest.MonkeyPatch) -> Launched:
     """What the elastic launcher would have been started with."""
-    calls: list[argparse.Namespace] = []
+    calls = Launched()
     monkeypatch.setattr(torchrun, "run", calls.append)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("LTX_KEY", "the test's own")  # or the command's would stay behind
@@ -94,7 +95,7 @@ def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.Captur
     assert arguments[:1] != ["run"] or said.count("\n") == 1
 
 
-def test_run_hands_the_rest_to_the_script(launched: list[argparse.Namespace]) -> None:
+def test_run_hands_the_rest_to_the_script(launched: Launched) -> None:
     assert ltx.__main__.main(["run", "-n", "3", "--max-restarts", "1", "script.py", "-n", "7", "--help"]) == 0
     (parsed,) = launched
     assert (parsed.nproc_per_node, parsed.max_restarts, parsed.rdzv_backend) == ("3", 1, "ltx-loopback")
@@ -103,7 +104,7 @@ def test_run_hands_the_rest_to_the_script(launched: list[argparse.Namespace]) ->
 
 
 @pytest.mark.parametrize("of_script", [["--log", "x"], ["--log=x"], ["--n", "7", "-n7"], ["--log-dir", "x", "-m", "y"]])
-def test_options_of_the_script_are_no_options_of_run(of_script: list[str], launched: list[argparse.Namespace]) -> None:
+def test_options_of_the_script_are_no_options_of_run(of_script: list[str], launched: Launched) -> None:
     """Not by a part of their name, which several of torchrun's begin with, nor by all of it."""
     ltx.__main__.main(["run", "-n", "3", "script.py", *of_script])
     (parsed,) = launched
@@ -112,7 +113,7 @@ def test_options_of_the_script_are_no_options_of_run(of_script: list[str], launc
 
 
 @pytest.mark.parametrize("backend", [[], ["--standalone"], ["--nnodes", "2"]])
-def test_the_id_of_a_run_is_kept(backend: list[str], launched: list[argparse.Namespace]) -> None:
+def test_the_id_of_a_run_is_kept(backend: list[str], launched: Launched) -> None:
     ltx.__main__.main(["run", *backend, "--rdzv-id", "job7", "script.py"])
     ltx.__main__.main(["run", "script.py"])
     ltx.__main__.main(["run", "script.py"])
@@ -121,7 +122,7 @@ def test_the_id_of_a_run_is_kept(backend: list[str], launched: list[argparse.Nam
     assert len({"none", *made}) == 3, "runs at once on one machine have ids of their own"
 
 
-def test_run_takes_a_module_and_defaults_to_one_rank(launched: list[argparse.Namespace]) -> None:
+def test_run_takes_a_module_and_defaults_to_one_rank(launched: Launched) -> None:
     ltx.__main__.main(["run", "-m", "package.module", "x"])
     (parsed,) = launched
     assert (parsed.module, parsed.nproc_per_node, parsed.training_script) == (True, "1", "package.module")
@@ -137,17 +138,13 @@ def test_run_takes_a_module_and_defaults_to_one_rank(launched: list[argparse.Nam
         ([], "127.0.0.1:0"),
     ],
 )
-def test_a_meeting_point_that_is_asked_for_is_kept(
-    arguments: list[str], endpoint: str, launched: list[argparse.Namespace]
-) -> None:
+def test_a_meeting_point_that_is_asked_for_is_kept(arguments: list[str], endpoint: str, launched: Launched) -> None:
     ltx.__main__.main(["run", "--nproc-per-node", "2", *arguments, "script.py"])
     assert not launched[0].standalone
     assert get_rdzv_endpoint(launched[0]) == endpoint
 
 
-def test_the_port_that_the_environment_asks_for(
-    launched: list[argparse.Namespace], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_port_that_the_environment_asks_for(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PET_MASTER_PORT", "29513")
     ltx.__main__.main(["run", "script.py"])
     ltx.__main__.main(["run", "--nnodes", "2", "--master-addr", "host", "script.py"])
@@ -159,7 +156,7 @@ def test_the_port_that_the_environment_asks_for(
     [(["--redirects", "3"], True), (["--tee", "0:1"], True), ([], False), (["--redirects=3", "--log-dir", "x"], False)],
 )
 def test_output_that_goes_to_files_is_kept(
-    arguments: list[str], kept: bool, launched: list[argparse.Namespace], tmp_path: Path, monkeypatch: Any, capsys: Any
+    arguments: list[str], kept: bool, launched: Launched, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert ltx.__main__.main(["run", *arguments, "script.py"]) == 0

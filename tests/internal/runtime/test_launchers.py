@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 from collections.abc import Mapping
+from dataclasses import FrozenInstanceError, asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ def openmpi(rank: int, size: int, local_rank: int, local_size: int, **more: str)
     return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in said.items()} | more
 
 
-SECOND_OF_TWO_BY_FOUR = (5, 8, 1, 4, 1, 2)
+TWO_BY_FOUR = (5, 8, 1, 4, 1, 2)
 # The node rank is the local rank among all jobs, not the node.
 OPENMPI = openmpi(5, 8, 1, 4, OMPI_COMM_WORLD_NODE_RANK="1", MASTER_ADDR="n0")
 HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4", "MASTER_ADDR": "n0"}
@@ -78,9 +78,10 @@ MVAPICH2 = {name.replace("OMPI", "MV2"): value for name, value in openmpi(5, 8, 
 ALONE = Placement("none")
 AT_RANK_0, N0 = ("10.0.0.1", 29500), ("n0", 29500)
 TASK = Placement("slurm", 4, 5, 2, 3, 1, 2, ("a02", STEP_PORT))
+OF_A_TERMINAL = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PTY_PORT": "4000"}
 FIRST = dict.fromkeys(["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"], "0")
 BY_TORCHRUN, BY_MPIRUN, BY_HYDRA = (
-    Placement(launcher, *SECOND_OF_TWO_BY_FOUR, master)
+    Placement(launcher, *TWO_BY_FOUR, master)
     for launcher, master in (("torchrun", AT_RANK_0), ("openmpi", N0), ("pmi", N0))
 )
 #: name: (environment, what it says)
@@ -102,7 +103,7 @@ PLACEMENTS: dict[str, tuple[Environ, Placement]] = {
     "srun, rank 0": (STEP | FIRST, Placement("slurm", 0, 5, 0, 2, 0, 2, ("a02", STEP_PORT))),
     "srun, address and port given": (
         STEP | {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "4711"},
-        dataclasses.replace(TASK, master=("10.0.0.9", 4711)),
+        replace(TASK, master=("10.0.0.9", 4711)),
     ),
     "srun on the whole job, without variables of the step": (
         JOB | {"SLURM_STEP_ID": "0", "SLURM_PROCID": "7", "SLURM_LOCALID": "3", "SLURM_NODEID": "1"},
@@ -112,28 +113,19 @@ PLACEMENTS: dict[str, tuple[Environ, Placement]] = {
         STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "1"} | FIRST,
         Placement("slurm"),
     ),
-    "srun with devices for each task": (
-        STEP | {"SLURM_GPUS_PER_TASK": "a100:1"},
-        dataclasses.replace(TASK, own_devices=1),
-    ),
+    "srun with devices for each task": (STEP | {"SLURM_GPUS_PER_TASK": "a100:1"}, replace(TASK, own_devices=1)),
     "srun --mpi=pmi2": (STEP | {"PMI_RANK": "4", "PMI_SIZE": "5"}, TASK),
     "a job script that sets WORLD_SIZE for its tasks": (STEP | {"WORLD_SIZE": "5"}, TASK),
     "python in a job script": (JOB, ALONE),
     "python in a job script, of a SLURM that gives it a step": (JOB | {"SLURM_STEP_ID": "4294967291"}, ALONE),
-    "Jupyter in the shell of salloc": (
-        JOB | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PTY_PORT": "4000"},
-        ALONE,
-    ),
+    "Jupyter in the shell of salloc": (JOB | OF_A_TERMINAL | {"SLURM_STEP_ID": "4294967290"}, ALONE),
     "an external step": (JOB | {"SLURM_STEP_ID": "4294967292"}, ALONE),
     "a step by name": (JOB | {"SLURM_STEP_ID": "interactive"}, ALONE),
-    "srun --pty": (JOB | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PTY_PORT": "4000"}, ALONE),
+    "srun --pty": (JOB | OF_A_TERMINAL | {"SLURM_STEP_ID": "0"}, ALONE),
     "torchrun in a step": (STEP | TORCHRUN, BY_TORCHRUN),
     "mpirun by slot": (OPENMPI, BY_MPIRUN),
-    "mpirun by node": (OPENMPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "2"}, dataclasses.replace(BY_MPIRUN, local_rank=2)),
-    "mpirun --map-by node, three nodes": (
-        openmpi(7, 12, 2, 4, MASTER_ADDR="n0"),
-        Placement("openmpi", 7, 12, 2, 4, 1, 3, N0),
-    ),
+    "mpirun by node": (OPENMPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "2"}, replace(BY_MPIRUN, local_rank=2)),
+    "mpirun by node, of three": (openmpi(7, 12, 2, 4, MASTER_ADDR="n0"), Placement("openmpi", 7, 12, 2, 4, 1, 3, N0)),
     "mpirun on one node": (openmpi(1, 2, 1, 2), Placement("openmpi", 1, 2, 1, 2, 0, 1, ("127.0.0.1", 29500))),
     "mpirun with one process": ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, Placement("openmpi")),
     "mpirun on unequal nodes that are told": (
@@ -147,11 +139,8 @@ PLACEMENTS: dict[str, tuple[Environ, Placement]] = {
         {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2", "MASTER_PORT": "99"},
         Placement("pmi", 1, 2, 1, 2, 0, 1, ("127.0.0.1", 99)),
     ),
-    "mpirun_rsh": (MVAPICH2, Placement("mvapich2", *SECOND_OF_TWO_BY_FOUR, N0)),
-    "a pool's worker in a step": (
-        STEP | TORCHRUN | {"LTX_POOL": "8"},
-        Placement("pool", *SECOND_OF_TWO_BY_FOUR, AT_RANK_0),
-    ),
+    "mpirun_rsh": (MVAPICH2, Placement("mvapich2", *TWO_BY_FOUR, N0)),
+    "a pool's worker in a step": (STEP | TORCHRUN | {"LTX_POOL": "8"}, Placement("pool", *TWO_BY_FOUR, AT_RANK_0)),
 }
 
 
@@ -363,7 +352,7 @@ def test_a_world_is_a_frozen_value() -> None:
     world = world_from_env(TORCHRUN, cuda_devices=0)
     assert pickle.loads(pickle.dumps(world)) == world
     assert {world: 1}[world_from_env(TORCHRUN, cuda_devices=0)] == 1
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(FrozenInstanceError):
         world.rank = 0  # type: ignore[misc]
 
 
@@ -429,7 +418,7 @@ def test_whatever_is_set_gives_a_world_or_an_error_with_a_name(
     assert 0 <= world.rank < world.size
     assert 0 <= world.local_rank <= world.rank or world.launcher in ("torchrun", "pool")
     assert 0 <= world.node_rank < world.num_nodes <= world.size
-    assert dataclasses.asdict(world) == dataclasses.asdict(world_from_env(environ, cuda_devices=cuda_devices))
+    assert asdict(world) == asdict(world_from_env(environ, cuda_devices=cuda_devices))
 
 
 def test_marks_name_what_is_looked_for() -> None:

@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 import torch
 
-from ltx import Pool
 from ltx.runtime.messages import INLINE_BYTES, LARGE_BYTES, Message, Pickler, pack, pack_call, receive
+from tests.kinds import Ranks
 from tests.train_on import said
 
 Send = Callable[[Any], Any]
@@ -216,9 +216,7 @@ def test_cached_functions_begin_with_an_empty_cache(modules: Callable[[str, str]
 
 @pytest.mark.full
 @pytest.mark.slow_compile
-def test_what_goes_by_value_can_be_compiled(
-    modules: Callable[[str, str], ModuleType], ranks: Callable[[int], Pool]
-) -> None:
+def test_what_goes_by_value_can_be_compiled(modules: Callable[[str, str], ModuleType], ranks: Ranks) -> None:
     """Dynamo looks for the globals of a function that it inlines in its module, which workers don't have."""
     own = modules(
         "there_own",
@@ -256,6 +254,6 @@ def test_nothing_stays_registered_with_cloudpickle(modules: Callable[[str, str],
         cloudpickle.unregister_pickle_by_value(users)
 
 
-def test_workers_do_not_import_test_modules(ranks: Callable[[int], Pool]) -> None:
+def test_workers_do_not_import_test_modules(ranks: Ranks) -> None:
     name = __name__
     assert ranks(2).run(lambda: name in sys.modules).replicated() is False

@@ -18,6 +18,7 @@ from ltx.core.comm.operations import Operation
 from ltx.core.comm.transport import TransportWork
 from ltx.shared_memory.chunks import CHUNK_BYTES, CUTS, SMALL_BYTES, Chunk, Cut
 from ltx.shared_memory.transport import SEGMENT_BYTES, SLOTS, SharedMemoryTransport
+from tests.kinds import OnNewAxis, Ranks
 
 OPERATIONS: dict[str, tuple[int, ...]] = {"psum": (), "psum_scatter": (), "broadcast": (1,)}
 
@@ -217,18 +218,17 @@ def told(call: Callable[[torch.Tensor], torch.Tensor], n: int = 3) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def fail_in(phase: str, on: Sequence[int]) -> list[str]:
-    """What three collectives say when one on the channel of the user fails: itself, and two that follow."""
-    with pytest.MonkeyPatch.context() as patch:
-        if int(ltx.axis_index()) in on:
-            patch.setitem(CUTS, "psum", broken(CUTS["psum"], phase))
-        return [told(ltx.psum, SMALL_BYTES) for _ in range(3)]
-
-
 @pytest.mark.full(but=2)
 @pytest.mark.parametrize(("phase", "on"), [("given", (0,)), ("reduce", (1,)), ("reduce", (0, 1)), ("take", (0,))])
-def test_all_ranks_hear_of_it(on_new_axis: Callable[..., Any], phase: str, on: Sequence[int]) -> None:
-    for rank, said in enumerate(on_new_axis(lambda: fail_in(phase, on))):
+def test_all_ranks_hear_of_it(on_new_axis: OnNewAxis, phase: str, on: Sequence[int]) -> None:
+    def run() -> list[str]:
+        """What three collectives say when one on the channel of the user fails: itself, and two that follow."""
+        with pytest.MonkeyPatch.context() as patch:
+            if int(ltx.axis_index()) in on:
+                patch.setitem(CUTS, "psum", broken(CUTS["psum"], phase))
+            return [told(ltx.psum, SMALL_BYTES) for _ in range(3)]
+
+    for rank, said in enumerate(on_new_axis(run)):
         # Who has emptied its piece before a peer fails has its sum.
         wrong = [text for text in said if text != SUM]
         assert len(wrong) >= 2, said
@@ -239,47 +239,44 @@ def test_all_ranks_hear_of_it(on_new_axis: Callable[..., Any], phase: str, on: S
         assert "has been out of step since an earlier failure" in wrong[-1]
 
 
-def interrupt_in(phase: str, on: Sequence[int]) -> list[float]:
-    rank = int(ltx.axis_index())
-    original = getattr(SharedMemoryTransport, phase)
-    came: list[int] = []
-
-    def once(transport: SharedMemoryTransport) -> bool:
-        done = original(transport)
-        if done and rank in on and not came:
-            came.append(1)
-            raise KeyboardInterrupt
-        return bool(done)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SharedMemoryTransport, phase, once)
-        try:
-            ltx.psum(torch.ones(3))
-        except KeyboardInterrupt:
-            assert rank in on
-    return [float(ltx.psum(torch.tensor(float(step)))) for step in range(4)]
-
-
 @pytest.mark.parametrize("phase", ["_fill", "_reduce", "_empty"])
 @pytest.mark.parametrize("on", [(0,), (0, 1)], ids=["one", "both"])
-def test_sums_after_an_interrupt(ranks: Callable[[int], Any], phase: str, on: Sequence[int]) -> None:
+def test_sums_after_an_interrupt(ranks: Ranks, phase: str, on: Sequence[int]) -> None:
     """On workers that others use too: nothing is left behind."""
-    assert ranks(2).run(interrupt_in, phase, on).replicated() == [0.0, 2.0, 4.0, 6.0]
+
+    def run() -> list[float]:
+        rank, original, came = int(ltx.axis_index()), getattr(SharedMemoryTransport, phase), list[int]()
+
+        def once(transport: SharedMemoryTransport) -> bool:
+            done = original(transport)
+            if done and rank in on and not came:
+                came.append(1)
+                raise KeyboardInterrupt
+            return bool(done)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SharedMemoryTransport, phase, once)
+            try:
+                ltx.psum(torch.ones(3))
+            except KeyboardInterrupt:
+                assert rank in on
+        return [float(ltx.psum(torch.tensor(float(step)))) for step in range(4)]
+
+    assert ranks(2).run(run).replicated() == [0.0, 2.0, 4.0, 6.0]
 
 
-def no_memory(on: Sequence[int]) -> list[str]:
+@pytest.mark.parametrize("on", [(0,), (0, 1)], ids=["one", "both"])
+def test_no_memory_is_told_at_once(on_new_axis: OnNewAxis, on: Sequence[int]) -> None:
     def none(*_: Any) -> Any:
         raise MemoryError("none left")
 
-    with pytest.MonkeyPatch.context() as patch:
-        if int(ltx.axis_index()) in on:
-            patch.setattr(Operation, "new_result", none)
-        return [told(ltx.all_gather), told(ltx.psum)]
+    def run() -> list[str]:
+        with pytest.MonkeyPatch.context() as patch:
+            if int(ltx.axis_index()) in on:
+                patch.setattr(Operation, "new_result", none)
+            return [told(ltx.all_gather), told(ltx.psum)]
 
-
-@pytest.mark.parametrize("on", [(0,), (0, 1)], ids=["one", "both"])
-def test_no_memory_is_told_at_once(on_new_axis: Callable[..., Any], on: Sequence[int]) -> None:
-    for rank, said in enumerate(on_new_axis(lambda: no_memory(on))):
+    for rank, said in enumerate(on_new_axis(run)):
         assert said[0].startswith("MemoryError" if rank in on else f"TransportError: rank {rank}: all_gather on axis")
         # who has no memory ends the world, and who hears of it by the transport has lost that
         assert said[1].startswith(
@@ -288,22 +285,20 @@ def test_no_memory_is_told_at_once(on_new_axis: Callable[..., Any], on: Sequence
         assert "MemoryError: none left" in said[1]
 
 
-def left_out(rank_interrupted: int) -> list[str]:
-    """A rank is interrupted before its part is on its way; the same sum follows."""
-    ltx.psum(torch.ones(3))
+def test_what_an_interrupt_left_out_is_refused_at_the_next_collective(on_new_axis: OnNewAxis) -> None:
+    """Of two equal sums, one is missing on a rank, whose part wasn't on its way yet: they aren't paired."""
 
     def interrupt(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    with pytest.MonkeyPatch.context() as patch:
-        if int(ltx.axis_index()) == rank_interrupted:
-            patch.setattr(Operation, "new_result", interrupt)
-        first = told(ltx.psum)
-    return [text.partition(":")[0] for text in (first, told(ltx.psum), told(ltx.psum))]
+    def run() -> list[str]:
+        ltx.psum(torch.ones(3))
+        with pytest.MonkeyPatch.context() as patch:
+            if int(ltx.axis_index()) == 0:
+                patch.setattr(Operation, "new_result", interrupt)
+            first = told(ltx.psum)
+        return [text.partition(":")[0] for text in (first, told(ltx.psum), told(ltx.psum))]
 
-
-def test_what_an_interrupt_left_out_is_refused_at_the_next_collective(on_new_axis: Callable[..., Any]) -> None:
-    """Of two equal sums, one is missing on a rank: they aren't paired."""
-    interrupted, other = on_new_axis(lambda: left_out(0))
+    interrupted, other = on_new_axis(run)
     assert interrupted == ["KeyboardInterrupt", "RankMismatchError", "RankMismatchError"]
     assert other == ["RankMismatchError"] * 3

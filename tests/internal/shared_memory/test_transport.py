@@ -8,7 +8,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from typing import Any
 
@@ -21,6 +22,7 @@ from ltx.core.comm.transport import progress_everywhere
 from ltx.shared_memory.chunks import CHUNK_BYTES, SMALL_BYTES
 from ltx.shared_memory.transport import NOTE_WORDS, SEGMENT_BYTES, SLOTS, SharedMemoryTransport
 from tests.forks import settles
+from tests.kinds import OnNewAxis, Ranks, Started
 
 
 def bucket_channel() -> Any:
@@ -53,7 +55,7 @@ def roomy(transport: SharedMemoryTransport, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("n", "in_room"), [(2, []), (3, []), (2, [0, 1]), (3, [1])])
 def test_sums_are_those_of_the_buffers_in_rank_order(
-    ranks: Callable[[int], Any], seed: int, n: int, in_room: list[int], dtype: Any
+    ranks: Ranks, seed: int, n: int, in_room: list[int], dtype: Any
 ) -> None:
     sizes = [1, 7, 1000, SMALL_BYTES, CHUNK_BYTES // 4 + 3, (SLOTS + 2) * CHUNK_BYTES // dtype.itemsize]
     got = ranks(n).run(sums, seed, sizes, dtype, in_room).replicated()  # bitwise equal on all ranks
@@ -80,7 +82,7 @@ def test_room_is_used_again_once_nobody_looks_at_it() -> None:
     assert (part.tolist(), third[:2].tolist()) == ([1.0, 1.0], [3.0, 3.0])
 
 
-def test_buckets_are_packed_where_peers_read_them(on_new_axis: Callable[..., Any]) -> None:
+def test_buckets_are_packed_where_peers_read_them(on_new_axis: OnNewAxis) -> None:
     def run() -> tuple[bool, bool]:
         step = ltx.data_parallel(lambda p, x: (p["w"] * x).sum())
         grads = torch.func.grad(step)({"w": torch.ones(5000)}, torch.ones(5000))["w"]
@@ -101,7 +103,7 @@ def totals(seed: int, sizes: list[int], dtype: torch.dtype, asks: Sequence[bool]
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.complex128])
 @pytest.mark.parametrize("n", [2, 3])
-def test_the_sum_of_all_elements(ranks: Callable[[int], Any], seed: int, n: int, dtype: Any) -> None:
+def test_the_sum_of_all_elements(ranks: Ranks, seed: int, n: int, dtype: Any) -> None:
     sizes = [SMALL_BYTES // dtype.itemsize + 1, SMALL_BYTES, (SLOTS + 2) * CHUNK_BYTES // dtype.itemsize + 5]
     for total, value in ranks(n).run(totals, seed, sizes, dtype, [True] * n).replicated():
         parts = torch.view_as_real(value) if value.is_complex() else value
@@ -109,14 +111,14 @@ def test_the_sum_of_all_elements(ranks: Callable[[int], Any], seed: int, n: int,
         assert total == pytest.approx(parts.double().sum().item(), abs=rounding * parts.double().abs().sum().item())
 
 
-def test_the_sum_is_known_only_to_who_asks_and_if_all_do(ranks: Callable[[int], Any], seed: int) -> None:
+def test_the_sum_is_known_only_to_who_asks_and_if_all_do(ranks: Ranks, seed: int) -> None:
     """Of a large buffer, of which each rank sums its part."""
     for rank, own in enumerate(ranks(3).run(totals, seed, [SMALL_BYTES], torch.float32, [True, False, True])):
         assert own[0][0] is None if rank == 1 else math.isnan(own[0][0])
 
 
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_a_note_beside_a_buffer(ranks: Callable[[int], Any], seed: int, n: int) -> None:
+def test_a_note_beside_a_buffer(ranks: Ranks, seed: int, n: int) -> None:
     """Buffers of one chunk and of many, with a note and without, all under way at once."""
 
     def run() -> list[list[float]]:
@@ -136,23 +138,23 @@ def test_a_note_beside_a_buffer(ranks: Callable[[int], Any], seed: int, n: int) 
         assert note == [sum(numbers) for numbers in zip(*own, strict=True)]
 
 
-def total_of_no_sum(operation: str, arguments: tuple[int, ...]) -> float | None:
-    work = bucket_channel().issue(operation, torch.full((2, 3), float("nan")), "test", arguments, summed=True)
-    work.wait()
-    total: float | None = work.total
-    return total
-
-
 @pytest.mark.parametrize("operation", ["all_gather", "psum_scatter", "ppermute"])
-def test_what_isnt_summed_has_no_sum(ranks: Callable[[int], Any], operation: str) -> None:
+def test_what_isnt_summed_has_no_sum(ranks: Ranks, operation: str) -> None:
     """Nobody adds it up, and what lies there is of another piece."""
-    arguments = (0, 1, 1, 0) if operation == "ppermute" else ()
-    assert ranks(2).run(total_of_no_sum, operation, arguments).replicated() is None
+    arguments, x = (0, 1, 1, 0) if operation == "ppermute" else (), torch.full((2, 3), float("nan"))
+
+    def run() -> float | None:
+        work = bucket_channel().issue(operation, x, "test", arguments, summed=True)
+        work.wait()
+        total: float | None = work.total
+        return total
+
+    assert ranks(2).run(run).replicated() is None
 
 
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "is the first to come to a new collective"])
-def test_a_survivor_names_the_peer(tmp_path: Any, ranks: Callable[[int], Any], waits: bool) -> None:
+def test_a_survivor_names_the_peer(tmp_path: Any, ranks: Ranks, waits: bool) -> None:
     note = tmp_path / "survivor"
     ranks(2).run(lambda: None)
 
@@ -173,39 +175,35 @@ def test_a_survivor_names_the_peer(tmp_path: Any, ranks: Callable[[int], Any], w
     assert said.endswith("[1]")
 
 
-def exchanged_beside(seed: int) -> int:
-    """How many sums were wrong while another thread waited for something else: it advances every transport."""
-    rank, size = int(ltx.axis_index()), ltx.axis_size()
-    channel = ltx.core.ranks.axis.find(None).comm.user
-    assert channel.transport is not None
-    draws = [torch.Generator().manual_seed(seed + other) for other in range(size)]
-    ended = threading.Event()
-
-    def waits() -> None:
-        while not ended.is_set():
-            progress_everywhere()
-            time.sleep(0.0001)
-
-    beside = [threading.Thread(target=waits) for _ in range(2)]
-    for thread in beside:
-        thread.start()
-    wrong = 0
-    try:
-        for _ in range(100):
-            given = [torch.randint(100, (3, 1000), generator=draw) for draw in draws]
-            works = [channel.issue("psum", row.clone(), "test") for row in given[rank]]
-            reduced = torch.stack([work.wait() for work in works])
-            wrong += not torch.equal(reduced, torch.stack(given).sum(0))
-    finally:
-        ended.set()
-        for thread in beside:
-            thread.join()
-    return wrong
-
-
 @pytest.mark.full
-def test_several_threads_may_wait_at_once(on_new_axis: Callable[..., Any], seed: int) -> None:
-    assert on_new_axis(lambda: exchanged_beside(seed)).replicated() == 0
+def test_several_threads_may_wait_at_once(on_new_axis: OnNewAxis, seed: int) -> None:
+    """Each advances every transport while it waits for something else."""
+
+    def run() -> int:
+        rank, size, channel = int(ltx.axis_index()), ltx.axis_size(), ltx.core.ranks.axis.find(None).comm.user
+        assert channel.transport is not None
+        draws = [torch.Generator().manual_seed(seed + other) for other in range(size)]
+        ended, wrong = threading.Event(), 0
+
+        def waits() -> None:
+            while not ended.is_set():
+                progress_everywhere()
+                time.sleep(0.0001)
+
+        with ThreadPoolExecutor() as beside:
+            for _ in range(2):
+                beside.submit(waits)
+            try:
+                for _ in range(100):
+                    given = [torch.randint(100, (3, 1000), generator=draw) for draw in draws]
+                    works = [channel.issue("psum", row.clone(), "test") for row in given[rank]]
+                    reduced = torch.stack([work.wait() for work in works])
+                    wrong += not torch.equal(reduced, torch.stack(given).sum(0))
+            finally:
+                ended.set()
+        return wrong
+
+    assert on_new_axis(run).replicated() == 0
 
 
 @pytest.mark.full
@@ -245,13 +243,13 @@ def test_an_interrupt_leaves_gradients_on() -> None:
 
 
 @pytest.mark.full
-def test_nothing_is_left_in_a_file_system(ranks: Callable[[int], Any]) -> None:
+def test_nothing_is_left_in_a_file_system(ranks: Ranks) -> None:
     assert ranks(2).run(lambda: bucket_channel().transport is not None).replicated()
     assert not [name for name in os.listdir("/dev/shm") if "ltx" in name]
 
 
 @pytest.mark.parametrize("sockets", [False, True])
-def test_first_used_in_inference_mode(on_new_axis: Callable[..., Any], sockets: bool) -> None:
+def test_first_used_in_inference_mode(on_new_axis: OnNewAxis, sockets: bool) -> None:
     """The tensors of its segments are made in that mode then; they are written outside of it, too."""
 
     def run() -> tuple[Any, ...]:
@@ -278,7 +276,7 @@ def trained(seed: int) -> list[list[float]]:
 
 @pytest.mark.parametrize("handed_in", [True, False])
 def test_without_a_transport_all_goes_over_sockets(
-    started: Callable[..., Any], ranks: Callable[[int], Any], seed: int, handed_in: bool, monkeypatch: Any
+    started: Started, ranks: Ranks, seed: int, handed_in: bool, monkeypatch: Any
 ) -> None:
     """The kernel trains to the same values, and knows no transport but the one that is handed in."""
     if not handed_in:

@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx import PerRank
 from ltx.core.ranks.axis import Axis
-from tests.kinds import Ranks
+from tests.kinds import OnNewAxis, Ranks
 
 ADAMW = ltx.optim.from_torch(torch.optim.AdamW, lr=0.05)
 OWN = torch.nn.Parameter(torch.ones(()))
@@ -296,9 +295,7 @@ def called() -> tuple[int, set[Function]]:
 
 
 @pytest.mark.parametrize(("sockets", "most"), [(True, (210, 165)), (False, (230, 185))])
-def test_a_steady_step_asks_little(
-    sockets: bool, most: tuple[int, int], on_new_axis: Callable[..., PerRank[Any]]
-) -> None:
+def test_a_steady_step_asks_little(sockets: bool, most: tuple[int, int], on_new_axis: OnNewAxis) -> None:
     """What can't have changed since the step before isn't asked again."""
     for count, functions in on_new_axis(called, sockets=sockets):
         print(f"{count} calls of {len(functions)} functions")

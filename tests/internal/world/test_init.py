@@ -105,11 +105,12 @@ def test_second_call_gives_the_same_world() -> None:
     assert init() is first, "what is left out agrees with what is there"
 
 
-def test_inner_with_leaves_the_outer_world_up() -> None:
-    with init(mesh={"data": 1}) as outer:
+def test_inner_with_leaves_the_outer_world_and_all_axes_of_its_mesh() -> None:
+    with init(mesh={"node": 1, "data": 1}) as outer:
         with init() as inner:
             assert inner is outer
-        assert len(axes_in_scope()) == 1
+        assert [axis.name for axis in axes_in_scope()] == ["node", "data"]
+        assert ltx.psum(torch.tensor(2.0), axis="node").item() == 2.0
     assert axes_in_scope() == ()
 
 
@@ -173,12 +174,6 @@ def test_what_it_refuses(given: dict[str, Any], text: str) -> None:
     refuses(WorldError, text, lambda: init(**given))
     assert axes_in_scope() == ()
     init()
-
-
-def test_mesh_of_a_world_of_one_has_all_its_axes() -> None:
-    with init(mesh={"node": 1, "data": 1}):
-        assert [axis.name for axis in axes_in_scope()] == ["node", "data"]
-        assert ltx.psum(torch.tensor(2.0), axis="node").item() == 2.0
 
 
 @pytest.mark.usefixtures("user_group")
