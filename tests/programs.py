@@ -54,7 +54,6 @@ def end(processes: list[subprocess.Popen[str]]) -> None:
         process.kill()
         process.wait()
         for stream in (process.stdout, process.stderr):
-            assert stream is not None
             stream.close()
 
 

@@ -120,8 +120,7 @@ def test_a_sharded_layer_is_whole_only_while_it_runs(monkeypatch: pytest.MonkeyP
 
         def after_forward(*args: Any) -> torch.Tensor:
             left.append(sum(not memory.expired() for memory in whole))
-            loss: torch.Tensor = loss_fn(*args)
-            return loss
+            return loss_fn(*args)
 
         monkeypatch.setattr(example, "gather", noted)
         monkeypatch.setattr(example, "cross_entropy", after_forward)
@@ -147,7 +146,6 @@ def test_clusters_files_start_what_there_is() -> None:
     job = list(yaml.safe_load_all((EXAMPLES / "k8s.yaml").read_text(encoding="utf-8")))[1]
     command = job["spec"]["template"]["spec"]["containers"][0]["command"]
     started = re.search(r"python (examples/\S+) (.*?) \|\|", batch)
-    assert started is not None
     for path, options in ((started[1], started[2]), (command[6], " ".join(command[7:]))):
         source = (ROOT / path).read_text(encoding="utf-8")
         for option in re.findall(r"--[a-z]+", options):

@@ -38,8 +38,7 @@ def outcomes(kind: str) -> Outcomes:
     """By row: what went wrong, and where it waited. A process of its own, to which the device is an accelerator."""
     seed = random.SystemRandom().randrange(1 << 24)
     print(f"seed {seed}")
-    found: Outcomes = json.loads(printed("-m", "tests.fake_gpu.rows", str(seed), kind, timeout_s=180))
-    return found
+    return json.loads(printed("-m", "tests.fake_gpu.rows", str(seed), kind, timeout_s=180))
 
 
 @pytest.mark.parametrize("kind", some(KINDS, "collective"))

@@ -51,8 +51,7 @@ def by_ltx(dtype: torch.dtype) -> list[float]:
     step = ltx.data_parallel(loss_of(module), ltx.DDPStrategy(comm_hook=hook))
     step = ltx.mixed_precision(step, ltx.Precision(compute=dtype, loss_scale=scale))
     adamw = ltx.optim.from_torch(torch.optim.AdamW, lr=LR)
-    found: list[float] = trained(step, adamw, module, map(tokens, range(STEPS))).losses.tolist()
-    return found
+    return trained(step, adamw, module, map(tokens, range(STEPS))).losses.tolist()
 
 
 def by_torch(dtype: torch.dtype) -> list[float]:
@@ -66,7 +65,6 @@ def by_torch(dtype: torch.dtype) -> list[float]:
         optimizer.zero_grad()
         (value * scale).backward()
         for p in params.values():
-            assert p.grad is not None
             p.grad.mul_(1 / scale)
         optimizer.step()
         losses.append(value.detach())

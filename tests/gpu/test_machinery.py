@@ -37,7 +37,6 @@ def test_a_recording(overlap: Any, workers: Any) -> None:
     assert len(trace.buckets) >= 2 * 3
     assert sum(event.label == "summary" for event in trace.events) == 3
     for event in trace.events:
-        assert event.completed_s is not None
         assert event.issued_s <= event.completed_s
     completed = [event.completed_s for event in trace.buckets]
     assert completed == sorted(completed), "one stream does them in the order of their issues"

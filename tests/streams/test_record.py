@@ -54,7 +54,6 @@ def test_times_are_those_of_the_device(ranks: Ranks) -> None:
         on_device = [event for event in trace.events if event.channel != "user" or event.label == "psum"]
         assert len(trace.buckets) == 3
         for event in on_device:
-            assert event.completed_s is not None
             assert began <= event.issued_s <= event.completed_s <= ended
             assert event.marks == []
         assert 0.0 <= trace.hidden <= 1.0

@@ -81,8 +81,6 @@ def test_a_name_that_is_gone_is_told_with_the_version(path: str, monkeypatch: py
 
     monkeypatch.setattr(pkgutil, "resolve_name", without)
     spec = importlib.util.spec_from_file_location("private_once_more", private.__file__)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     with pytest.warns(UserWarning, match=re.escape(path.replace(":", "."))) as caught:
         spec.loader.exec_module(module)

@@ -249,8 +249,7 @@ def mixed(seed: int) -> list[tuple[Tensor, Tensor]]:
     axis, mine = ("data", "sim"), xs[rank]
 
     def of(f: Any, axis: Any = axis, x: Tensor = mine) -> Tensor:
-        out: Tensor = ltx.vmap(lambda x: f(x, axis), axis_name="sim")(x)
-        return out
+        return ltx.vmap(lambda x: f(x, axis), axis_name="sim")(x)
 
     whole, w = xs.flatten(0, 1), ltx.broadcast(torch.randn(4))
     found = [

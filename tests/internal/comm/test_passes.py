@@ -32,8 +32,7 @@ class BrokenError(Exception):
 
 
 def _axis_comm() -> comm.AxisComm:
-    found: comm.AxisComm = comm.resolve("data").comm
-    return found
+    return comm.resolve("data").comm
 
 
 def _gradient() -> float:

@@ -79,7 +79,6 @@ def test_the_first_cause_is_said_once(said: str) -> None:
     why = "ValueError: x"
     for _ in range(3):
         error = diagnose({4: says(**{said: replace(RAISED if said == "raised" else FAILED, why=why)})}, *ME, **HERE)
-        assert error is not None
         why = said_of(error)
         assert why == "after rank 0 had left: ValueError: x"
     assert str(error).count("rank 0 had left: ValueError: x") == 1

@@ -165,8 +165,6 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         file = tmp_path / ("path" if name.startswith("here") else "elsewhere") / f"{name}.py"
         file.write_text(source)
         spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None
-        assert spec.loader is not None
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
         made.append(name)
         spec.loader.exec_module(module)

@@ -47,7 +47,6 @@ def sums(seed: int, sizes: list[int], dtype: torch.dtype, in_room: list[int]) ->
 def roomy(transport: SharedMemoryTransport, x: torch.Tensor) -> torch.Tensor:
     """`x` in the room of `transport`, where peers read it in place."""
     storage = transport.room(x.nbytes)
-    assert storage is not None
     return torch.empty(0, dtype=x.dtype).set_(storage).view(x.shape).copy_(x)
 
 
@@ -146,8 +145,7 @@ def test_what_isnt_summed_has_no_sum(ranks: Ranks, operation: str) -> None:
     def run() -> float | None:
         work = bucket_channel().issue(operation, x, "test", arguments, summed=True)
         work.wait()
-        total: float | None = work.total
-        return total
+        return work.total
 
     assert ranks(2).run(run).replicated() is None
 
