@@ -114,11 +114,7 @@ MUTANTS = (
     ),
     Mutant(
         "collectives: inferred lengths are this rank's -> padding counts as data where lengths differ",
-        At(
-            "_all_gather_inferred",
-            "list(zip(*told_lengths, strict=True))",
-            "[(x.shape[dim],) * found.size for x in leaves]",
-        ),
+        At("_all_gather_inferred", "zip(*told_lengths, strict=True)", "[(x.shape[dim],) * found.size for x in leaves]"),
         "tests/contract/collectives/test_uneven.py::test_inferred_dtypes",
     ),
     Mutant(

@@ -121,11 +121,7 @@ MUTANTS = (
     Mutant(
         "precision: gradients keep the loss scale in a world of one -> "
         "updates are 65536 times too large, in a world of one and on simulated ranks",
-        At(
-            "Backward.divided",
-            "return grads if is_one(self.loss_scale) else [g * (1 / self.loss_scale) for g in grads]",
-            "return grads",
-        ),
+        At("Backward.divided", "return grads if is_one(self.loss_scale)", "return grads if True"),
         "tests/contract/training/test_mixed_precision.py::test_a_scale_leaves_no_trace_without_a_wire",
     ),
     Mutant(
@@ -169,21 +165,13 @@ MUTANTS = (
     Mutant(
         "steps: a call by another hook has the answers of the last -> "
         "a strategy that changes its hook goes on with the first",
-        At(
-            "DataParallel.deferred",
-            "asked == (hook, axis, [flat[1], *map(KIND, flat[0])])",
-            "hook is not None and asked[1:] == (axis, [flat[1], *map(KIND, flat[0])])",
-        ),
+        At("DataParallel.deferred", "asked == (hook, axis,", "hook is not None and asked[1:] == (axis,"),
         "tests/internal/training/test_between_calls.py::test_a_call_after_a_change",
     ),
     Mutant(
         "steps: a call on another axis has the answers of the last -> "
         "a step that is older than its world sends on an axis that is closed",
-        At(
-            "DataParallel.deferred",
-            "asked == (hook, axis, [flat[1], *map(KIND, flat[0])])",
-            "(asked[0], asked[1].size, asked[2]) == (hook, axis.size, [flat[1], *map(KIND, flat[0])])",
-        ),
+        At("DataParallel.deferred", "asked == (hook, axis", "(asked[0], asked[1].size, asked[2]) == (hook, axis.size"),
         "tests/internal/training/test_between_calls.py::test_another_axis_of_the_name",
     ),
     Mutant(
