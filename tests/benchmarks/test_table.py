@@ -65,13 +65,12 @@ def test_a_wrong_cell_says_what_it_gave() -> None:
 
 
 # What `python -m benchmarks.runtime` times of a failure is what it says.
-def _anew() -> tuple[Any, ...]:
-    world = ltx.world()
-    assert ltx.world() is world
-    return runtime.begin_anew(), ltx.world() is world, ltx.psum(ltx.axis_index()).item()
-
-
 def test_a_failed_step_ends_the_world_and_a_new_one_works(ranks: Callable[[int], Any]) -> None:
-    for took_s, same, total in ranks(2).run(_anew):
+    def anew() -> tuple[Any, ...]:
+        world = ltx.world()
+        assert ltx.world() is world
+        return runtime.begin_anew(), ltx.world() is world, ltx.psum(ltx.axis_index()).item()
+
+    for took_s, same, total in ranks(2).run(anew):
         assert (0 < took_s < 30, same, total) == (True, False, 1)
     assert 0 < runtime.new_world(ranks(2)) < 30

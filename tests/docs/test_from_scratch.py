@@ -106,28 +106,26 @@ def differences(mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float
     return found
 
 
-def on_a_rank(buckets: dict[str, Any]) -> dict[str, float]:
-    names = page()
-    with ltx.init() as world, names["processes"]():
-        x, y = X[world.rank], Y[world.rank]
-        return differences(computed(of_page(names, **buckets), PARAMS, x, y), computed(of_ltx(), PARAMS, x, y))
-
-
 @pytest.mark.parametrize("buckets", [{}, {"limit": 200}], ids=["one mark", "buckets"])
 def test_on_two_processes_it_gives_the_bits_of_ltx(buckets: dict[str, Any], ranks: Ranks) -> None:
-    assert list(ranks(2).run(on_a_rank, buckets)) == [{}, {}]
+    def run() -> dict[str, float]:
+        names = page()
+        with ltx.init() as world, names["processes"]():
+            x, y = X[world.rank], Y[world.rank]
+            return differences(computed(of_page(names, **buckets), PARAMS, x, y), computed(of_ltx(), PARAMS, x, y))
 
-
-def simulated() -> dict[str, float]:
-    names = page()
-    # Each rank has its own parameters, as ltx's marks make them: with one matrix for all another kernel multiplies.
-    params = {name: value.expand(2, *value.shape) for name, value in PARAMS.items()}
-    mine = names["simulate"](2, lambda *given: computed(of_page(names, limit=200), *given))(params, X, Y)
-    return differences(mine, ltx.vmap(lambda *given: computed(of_ltx(), *given))(params, X, Y))
+    assert list(ranks(2).run(run)) == [{}, {}]
 
 
 def test_on_simulated_ranks_it_gives_the_bits_of_ltx(ranks: Ranks) -> None:
-    assert list(ranks(2).run(simulated)) == [{}, {}]
+    def run() -> dict[str, float]:
+        names = page()
+        # Each rank has its own parameters, as ltx's marks make them: with one matrix for all another kernel multiplies.
+        params = {name: value.expand(2, *value.shape) for name, value in PARAMS.items()}
+        mine = names["simulate"](2, lambda *given: computed(of_page(names, limit=200), *given))(params, X, Y)
+        return differences(mine, ltx.vmap(lambda *given: computed(of_ltx(), *given))(params, X, Y))
+
+    assert list(ranks(2).run(run)) == [{}, {}]
 
 
 def order_of_events() -> list[str]:

@@ -79,8 +79,6 @@ def test_one_rank(name: str, workers: Any) -> None:
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_simulated_ranks(name: str, workers: Any) -> None:
-    """Codecs on three ranks' gradients at once."""
-
     def run() -> Any:
         def each(*grads: dict[str, Tensor]) -> Any:
             return reduced(HOOKS[name], list(grads))
@@ -105,8 +103,6 @@ def test_a_hook_of_torch(workers: Any) -> None:
 
 @pytest.mark.parametrize("hook", [hooks.FP16(), hooks.ByteGrad(), hooks.PowerSGD(1, start_step=0)])
 def test_a_hook_under_ddp(hook: hooks.CommHook, workers: Any) -> None:
-    """As in a step of ltx."""
-
     def run() -> Any:
         module, strategy = model(), ltx.DDPStrategy(comm_hook=hook, bucket_bytes=1 << 24, first_bucket_bytes=1 << 24)
         ddp = nn.parallel.DistributedDataParallel(module, bucket_cap_mb=25)

@@ -125,7 +125,6 @@ def outcome(mutant: Mutant, tree: Path, nearest: bool, full: bool) -> Outcome:
 
 
 def row(found: Outcome) -> str:
-    """One line of the table."""
     killed = f"killed by {found.killer}" if found.killer else f"SURVIVED the {found.stage}"
     if not found.killer and found.mutant.full:
         killed += f" (marked full: {found.mutant.full})"

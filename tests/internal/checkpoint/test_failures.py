@@ -246,7 +246,6 @@ def test_rank_0_stays_until_all_have_heard(ranks: Ranks, tmp_path: Path) -> None
 
 
 def writer_that_waits() -> tuple[Callable[..., Any], threading.Event]:
-    """Writes once the event is set."""
     write, may_write = storage.write, threading.Event()
 
     def waits(*args: Any) -> Any:

@@ -63,7 +63,6 @@ CASES = [(place, rank) for place in PLACES for rank in (0, 1)] + [(place, 0) for
 
 
 def after_an_interrupt(place: Interrupts, interrupted: int, error: BaseException, call: Callable[[], Any]) -> str:
-    """What `call` raises on this rank."""
     with pytest.MonkeyPatch.context() as patch:
         if int(ltx.axis_index()) == interrupted:
             place.put(patch, error)

@@ -57,7 +57,6 @@ def truncated(file: Path) -> None:
 
 
 def flipped(file: Path) -> None:
-    """One bit, in the middle."""
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 4
     file.write_bytes(bytes(data))

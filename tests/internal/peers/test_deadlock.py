@@ -325,7 +325,6 @@ def test_torch_knows_the_backend_of_a_group_that_some_ranks_make(ranks: Ranks) -
 
 
 def heartbeat_users() -> int:
-    """How many axes hold this process' heartbeat."""
     heartbeat = hold_watcher(c10d._get_default_store(), dist.get_rank(), 1000.0)
     heartbeat.release()
     return heartbeat.users

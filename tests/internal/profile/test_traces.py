@@ -49,7 +49,6 @@ def recorded(overlap: Literal["backward", "update"] = "backward", steps: int = 1
 
 
 def check_order(trace: Trace, updates: int) -> None:
-    """One step: forward, then backward, then the updates, all within it."""
     step, *parts = trace.spans
     assert [span.name for span in trace.spans] == ["step", "forward", "backward", *["update"] * updates]
     assert all(span.ended_s is not None for span in trace.spans)

@@ -142,7 +142,6 @@ def test_another_axis_of_the_name(ranks: Ranks) -> None:
 
 
 def plans_made(grad: str) -> list[int]:
-    """How many plans the first, the second and the third call ask for."""
     module, counts = importlib.import_module("ltx.core.transforms.data_parallel"), []
     step, w = ltx.data_parallel(inner), torch.ones(2)
     for _ in range(3):

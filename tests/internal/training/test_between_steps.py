@@ -227,7 +227,6 @@ def test_a_step_after_a_change(name: str, world: int, ranks: Ranks) -> None:
 
 
 def asked_anew() -> list[int]:
-    """How many questions the first, the second and the third step of a training ask anew."""
     module, counts = importlib.import_module("ltx.core.training.train_step"), []
     train = ltx.train_step(ltx.data_parallel(loss), ADAMW)
     state = train.init({"w": torch.ones(5, 7), "v": torch.ones(7), "b": torch.zeros(())})
