@@ -20,6 +20,7 @@ from tests.contract.hooks.table import HOOKS
 from tests.contract.optim.cases import DENSE_CASES, Case, random_grads, random_params
 from tests.contract.strategies.table import ROWS as STRATEGIES
 from tests.fake_gpu.device import device, got, put, register, waits
+from tests.train_on import go_on
 
 N = 2
 Run = Callable[[Any], Any]
@@ -34,51 +35,37 @@ def _loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     return ((x @ params["w"] + params["b"]) * params["s"]).tanh().square().mean()
 
 
-def _params() -> dict[str, torch.Tensor]:
-    return {name: torch.randn(shape) for name, shape in PARAMS.items()}
+def _on_ranks(each: Callable[[Any, torch.Tensor], Any], simulated: bool = True) -> tuple[Any, Run]:
+    """What each rank makes of the parameters and its batch."""
+
+    def run(given: Any) -> Any:
+        params, xs = given
+        return ltx.vmap(partial(each, params))(xs) if simulated else each(params, xs[0])
+
+    return ({name: torch.randn(shape) for name, shape in PARAMS.items()}, torch.randn(N, 3, 6)), run
 
 
 def _reduced(hook: Any) -> tuple[Any, Run]:
-    strategy = ltx.DDPStrategy(comm_hook=hook)
-    step = ltx.data_parallel(_loss, strategy)
+    step = ltx.data_parallel(_loss, ltx.DDPStrategy(comm_hook=hook))
 
-    def run(given: Any) -> Any:
-        params, xs = given
+    def each(params: Any, x: torch.Tensor) -> Any:
+        state = step.init(params)
+        for _ in range(3):
+            grads, state = ltx.grad(step)(params, x, sync_state=state)
+        return grads
 
-        def each(x: torch.Tensor) -> Any:
-            state, found = step.init(params), None
-            for _ in range(3):
-                grads, state = ltx.grad(step)(params, x, sync_state=state)
-                found = grads
-            return found
-
-        return ltx.vmap(each)(xs)
-
-    return (_params(), torch.randn(N, 3, 6)), run
+    return _on_ranks(each)
 
 
-def _trained(
-    strategy: ltx.Strategy,
-    optimizer: ltx.optim.Optimizer,
-    simulated: bool,
-    precision: ltx.Precision | None = None,
-    **kwargs: Any,
-) -> tuple[Any, Run]:
+def _trained(strategy: Any, optimizer: Any, simulated: bool, precision: Any = None, **kwargs: Any) -> tuple[Any, Run]:
     step = ltx.data_parallel(_loss, strategy)
     train = ltx.train_step(step if precision is None else ltx.mixed_precision(step, precision), optimizer, **kwargs)
 
-    def run(given: Any) -> Any:
-        params, xs = given
+    def each(params: Any, x: torch.Tensor) -> Any:
+        state, metrics = go_on(train, train.init(params), [x] * 3)
+        return state.params, metrics[-1].loss
 
-        def each(x: torch.Tensor) -> Any:
-            state = train.init(params)
-            for _ in range(3):
-                state, metrics = train(state, x)
-            return state.params, metrics.loss
-
-        return ltx.vmap(each)(xs) if simulated else each(xs[0])
-
-    return (_params(), torch.randn(N, 3, 6)), run
+    return _on_ranks(each, simulated)
 
 
 def _updated(case: Case) -> tuple[Any, Run]:
