@@ -9,11 +9,9 @@ from torch import Tensor
 
 import ltx
 
-#: What the fixture ``ranks`` is: the session's pool of so many workers.
+#: What the fixtures ``ranks`` (the session's pool of so many workers), ``on_new_axis`` and ``started`` are.
 Ranks = Callable[[int], ltx.Pool]
-#: What the fixture ``on_new_axis`` is.
 OnNewAxis = Callable[..., ltx.PerRank[Any]]
-#: What the fixture ``started`` is.
 Started = Callable[..., Any]
 #: By which a fork tells the test something.
 Tell = Callable[[Any], None]

@@ -23,7 +23,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 import ltx
-from tests.replay import replayed
+from tests.restarts import replayed
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

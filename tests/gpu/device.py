@@ -22,7 +22,6 @@ needs_cuda = pytest.mark.skipif(DEVICE != "cuda", reason="needs CUDA")
 #: Several buckets of a small model. At world size 1 exact sums are left out, and with them the whole schedule.
 SMALL = {"bucket_bytes": 1 << 14, "first_bucket_bytes": 1 << 12}
 HALVES = ltx.DDPStrategy(comm_hook="fp16", **SMALL)
-#: ltx takes the fused kernels where there are any.
 ADAMW = ltx.optim.from_torch(torch.optim.AdamW, lr=1e-2)
 FUSED_ADAMW = partial(torch.optim.AdamW, lr=1e-2, fused=True)
 

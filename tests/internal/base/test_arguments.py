@@ -11,7 +11,6 @@ from ltx.core.base.arguments import checked
 from ltx.errors import ArgumentError
 from tests.train_on import refuses
 
-#: Values that an annotation allows, and values that it doesn't.
 ALLOWS: dict[Any, tuple[list[Any], list[Any]]] = {
     tuple[int, str]: ([(1, "a")], [(1, 2), ("a", "a"), (1,), (1, "a", 2), [1, "a"], "ab"]),
     tuple[Any, int]: ([("a", 1), (None, 2)], [(1, "a"), (1,), ("a", 1, 2)]),

@@ -107,7 +107,6 @@ def donated(path: Path, state: Any, alone: bool) -> None:
 
 
 save, load = ltx.checkpoint.save, ltx.checkpoint.load
-#: What a rank does, with a mistake if it is `alone`; what is said.
 MISTAKES: dict[str, tuple[Callable[[Path, Any, bool], object], str]] = {
     "keep": (lambda path, state, alone: save(path, state, keep=0 if alone else 1), "InputError: .*keep must"),
     "data": (lambda path, state, alone: save(path, state, data=open if alone else 1), "InputError: .*data"),

@@ -214,7 +214,6 @@ OF_STEP: dict[str, Row] = {
         r"SLURM_PTY_PORT='4000' .*has SLURM_STEP_NUM_TASKS=5 tasks.*env -u SLURM_PTY_PORT srun .*rank=0, size=1",
     ),
 }
-#: name: (environment, changes, text)
 REFUSED: dict[str, tuple[Environ, dict[str, str | None], str]] = {
     **{name: (TORCHRUN, *row) for name, row in OF_TORCHRUN.items()},
     **{name: (STEP, *row) for name, row in OF_STEP.items()},

@@ -178,7 +178,6 @@ try:
 except ltx.errors.PeerLostError as error:
     print('rank 1 has ended its part of the world in good order' in str(error), 'ltx.uneven' in str(error))
 """
-# For each: the script, and the exit status and last line of each rank.
 SCRIPTS = {
     "with": (
         "with init(timeout=timeout) as here:\n    out = here.rank, here.size, total(), gloo_threads() > 0\n"

@@ -207,7 +207,6 @@ def test_progress_that_always_raises_fails_the_transport_and_tells(phase: str, o
             assert not (transport.rank in on and transport.busy)
 
 
-#: What a sum of ones over two ranks gives.
 SUM = "[2.0, 2.0, 2.0]"
 
 

@@ -87,7 +87,6 @@ def odd(params: dict[str, Tensor], x: Tensor) -> Tensor:
 SCALED = ltx.Precision(compute=torch.float16, loss_scale=64.0)
 #: ZeRO sums gradients so, and sends parameters whole.
 REDUCED = ltx.Precision(compute=torch.float32, reduce=torch.bfloat16)
-#: Losses, and what is around their step; and with which strategies.
 STEPS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "micro-batches": ({"fn": of_samples, "wrap": doubled}, OF_TWO),
     "weights": ({"fn": on_rank_0}, ["zero"]),

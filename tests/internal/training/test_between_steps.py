@@ -265,7 +265,6 @@ def test_leaves_that_an_old_state_gives_too() -> None:
 
 PACKAGE = Path(ltx.__file__).parent
 
-#: (file below ltx/, name)
 Function = tuple[str, str]
 
 

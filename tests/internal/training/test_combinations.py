@@ -32,7 +32,6 @@ STRATEGIES: dict[str, Callable[[Any], ltx.Strategy]] = {
     "diloco": lambda hook: ltx.DiLoCoStrategy(1, outer_lr=1.0, outer_momentum=0.0, outer_hook=hook),
     "horovod": lambda hook: ltx.HorovodStrategy(compression=hook),
 }
-#: Those that take no hook.
 OTHERS = {
     "zero": ltx.ZeroStrategy(),
     "adasum": ltx.HorovodStrategy(op="adasum"),

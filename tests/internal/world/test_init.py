@@ -153,7 +153,6 @@ def test_seconds_are_durations_too() -> None:
 
 NO_STRATEGY = r"ltx.init: strategy must be an ltx.Strategy or None, got .*: backend="
 NO_TIME = "ltx.init: {} must be a number of seconds or a datetime.timedelta, more"
-#: What ltx.init is given, and what it says.
 REFUSED: list[tuple[dict[str, Any], str]] = [
     *(({"strategy": given}, NO_STRATEGY) for given in ("gloo", {"node": 1, "data": 1}, 30, ltx.DDPStrategy)),
     *(
