@@ -1,4 +1,4 @@
-"""A round of chaos of each kind, with new seeds each time; the how-to's program, of which ranks are killed at random.
+"""Rounds of chaos of each kind, with new seeds; the how-to's program and torchft's example, whose ranks die.
 
 ``make chaos CHAOS="--minutes 120"`` goes on for longer.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
+from tests import replicas
 from tests.chaos.rounds import draw, play
 from tests.programs import writing
 from tests.restarts import STEPS, check_end
@@ -86,3 +89,63 @@ def test_a_machine_is_lost_and_the_other_goes_on_alone(tmp_path: Path, seed: int
     if codes[0] != -9 or not list(tmp_path.glob("end.*.pt")):
         pytest.fail((tmp_path / "output.txt").read_text()[-3000:])
     check(tmp_path, at, (2, 1), at // EVERY * EVERY)
+
+
+NEEDS_TORCHFT = pytest.mark.skipif(find_spec("torchft") is None, reason="needs pip install 'ltx[torchft]'")
+Start = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """``start(name, steps, kill=0, ranks=1)`` starts a replica, one of two that begin together."""
+    from torchft.coordination import LighthouseServer
+
+    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=2000)
+    common = {"TORCHFT_LIGHTHOUSE": lighthouse.address(), "LTX_TEST_REPLICAS": "2"}
+    running: list[subprocess.Popen[bytes]] = []
+
+    def run(name: str, steps: int, kill: int = 0, ranks: int = 1) -> subprocess.Popen[bytes]:
+        mine = ["-m", "tests.replicas", str(tmp_path), name, str(steps), str(kill)]
+        launcher = ["ltx", "run", "-n", str(ranks), "--max-restarts", "1"]
+        running.append(writing(tmp_path, *launcher, *mine, **common))
+        return running[-1]
+
+    yield run
+    for process in running:
+        process.terminate()  # the launcher ends its ranks
+        process.wait(30)
+    lighthouse.shutdown()
+
+
+def ends_well(*processes: subprocess.Popen[bytes], folder: Path) -> None:
+    for process in processes:
+        if process.wait(200) != 0:
+            pytest.fail((folder / "output.txt").read_text(errors="replace")[-4000:])
+
+
+@NEEDS_TORCHFT
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:google")
+@pytest.mark.full
+@pytest.mark.timeout(300)  # several processes start, some of them twice
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_replicas_that_nobody_disturbs_are_ddp(start: Start, ranks: int, tmp_path: Path) -> None:
+    ends_well(*[start(name, 12, ranks=ranks) for name in "ab"], folder=tmp_path)
+    assert set(replicas.check(tmp_path, ranks, alive=2 * ranks)) == {2}
+
+
+@NEEDS_TORCHFT
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:google")
+@pytest.mark.full
+@pytest.mark.timeout(300)  # several processes start, some of them twice
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_replica_is_killed_and_healed(start: Start, ranks: int, tmp_path: Path, seed: int) -> None:
+    at, steps = random.Random(seed).randrange(2, 10), 20
+    ends_well(start("a", steps, ranks=ranks), start("b", steps, kill=at, ranks=ranks), folder=tmp_path)
+    counts = replicas.check(tmp_path, ranks, alive=2 * ranks)
+    assert counts[: at - 1] == [2] * (at - 1)
+    assert {1, 2} == set(counts), "one goes on alone, and the other comes back"
+    entries = replicas.steps_of(tmp_path)
+    (killed,) = [entry["killed"] for entry in entries if "killed" in entry]
+    mine = [entry for entry in entries if entry["name"] == "a" and entry["rank"] == 0]
+    assert [entry["step"] for entry in mine if not entry["committed"]] == [at - 1], "one step doesn't count"
+    print(f"killed in step {at}: {min(e['time'] for e in mine if e['step'] == at) - killed:.1f} s to the next step")
