@@ -1,4 +1,4 @@
-"""The schedule: buckets overlap with the backward pass and go out in one order, whatever order they arrive in."""
+"""The schedule: buckets overlap with the backward pass and go out in one order, as does work that a hook starts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction
+from ltx.extend import BucketInput, CollectiveRequest, CommHook, Reduction, StartedWork
 from tests import inside
 from tests.kinds import Params, Ranks
-from tests.train_on import on_ranks
+from tests.train_on import in_backward, on_ranks
 from tests.twins.phases import InTwoPhases, OftenInTwoPhases
 
 NAMES = ["e", "c", "a", "f", "b", "d"]  # in the order of the forward pass
@@ -38,22 +39,15 @@ class InThreePhases(CommHook):
 HOOKS: tuple[CommHook, ...] = (ltx.hooks.AllReduce(), InTwoPhases(), OftenInTwoPhases(), InThreePhases())
 
 
-class Delay(torch.autograd.Function):
-    """Identity whose backward pass takes some milliseconds, so that gradients arrive when they like."""
+def delayed(x: Tensor, delay_s: float, log: list[Any] | None = None, name: str = "") -> Tensor:
+    """x, whose backward pass takes some milliseconds, so that gradients arrive when they like."""
 
-    @staticmethod
-    def forward(x: Tensor, delay_s: float, log: list[Any], name: str) -> Tensor:
-        return x.clone()
+    def late() -> None:
+        time.sleep(delay_s)
+        if log is not None:
+            log.append((time.perf_counter(), name))
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.delay_s, ctx.log, ctx.name = inputs
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
-        time.sleep(ctx.delay_s)
-        ctx.log.append((time.perf_counter(), ctx.name))
-        return cotangent, None, None, None
+    return in_backward(x, late)
 
 
 def _params() -> Params:
@@ -66,7 +60,7 @@ def _loss(params: Params, rank: Any, delays_s: list[float], log: list[Any], summ
     for i, (name, w) in enumerate(params.items()):
         if isinstance(rank, int) and rank == 1 and name == "b":
             continue
-        used = Delay.apply(w, delays_s[i], log, name) if delays_s else w
+        used = delayed(w, delays_s[i], log, name) if delays_s else w
         if summed and i % 3 == 0:
             used = ltx.psum(used) / 2
         weight = 1 + rank if name != "b" else (rank != 1) * (1 + rank)
@@ -268,7 +262,7 @@ def test_buckets_are_sent_during_the_backward_pass(ranks: Ranks, functional: boo
         def chain(params: Params) -> Tensor:
             x = torch.ones(4)
             for name, w in params.items():
-                x = torch.tanh(Delay.apply(x, 0.0, log, name) @ w)
+                x = torch.tanh(delayed(x, 0.0, log, name) @ w)
             return x.sum()
 
         params = {name: torch.eye(4) for name in NAMES}
@@ -308,10 +302,7 @@ def test_two_steps_in_one_loss_whose_hooks_take_several_phases(hook: CommHook, r
 
     def loss(p: Params, rank: int, delays_s: list[float]) -> Tensor:
         return sum(
-            (
-                torch.sin(Delay.apply(w, d, [], "") * (1 + rank)).sum()
-                for w, d in zip(p.values(), delays_s, strict=True)
-            ),
+            (torch.sin(delayed(w, d) * (1 + rank)).sum() for w, d in zip(p.values(), delays_s, strict=True)),
             torch.zeros(()),
         )
 
@@ -347,10 +338,116 @@ def test_two_steps_in_one_loss(ranks: Ranks) -> None:
         step = ltx.data_parallel(lambda w, k: (w**2).sum() * (1 + ltx.axis_index()) * k, _strategy(hook))
 
         def both(w: Tensor) -> Tensor:
-            first = Delay.apply(step(w, 1.0), 0.004 * rank, [], "")
-            return first + Delay.apply(step(2 * w, 10.0), 0.004 * (1 - rank), [], "")
+            first = delayed(step(w, 1.0), 0.004 * rank)
+            return first + delayed(step(2 * w, 10.0), 0.004 * (1 - rank))
 
         return torch.func.grad(both)(torch.tensor([1.0, 2.0]))
 
     for hook in HOOKS:
         assert ranks(2).run(run, hook).replicated().tolist() == [3 * 1.0 * (1 + 40), 3 * 2.0 * (1 + 40)]
+
+
+#: What happened: ("grad", parameter), ("start", bucket) and ("wait", bucket).
+LOG: list[tuple[str, Any]] = []
+
+
+@dataclass
+class Doubling:
+    """Work of an engine that doubles."""
+
+    flat: Tensor
+    bucket: int
+
+    def wait(self) -> None:
+        LOG.append(("wait", self.bucket))
+        self.flat.mul_(2)
+
+
+@dataclass(frozen=True)
+class Engine(CommHook):
+    """Twice the mean: a sum by ltx where there are ranks, then the engine's doubling."""
+
+    last: bool = False  # the sum comes after the doubling
+
+    exact: ClassVar[bool] = False
+    phases: ClassVar[int] = 3
+
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        flat = inputs.flat
+        if inputs.axis_size > 1 and not self.last:
+            flat = yield CollectiveRequest("psum", flat)
+        LOG.append(("start", inputs.bucket.index))
+        flat = yield StartedWork(Doubling(flat, inputs.bucket.index), flat)
+        if inputs.axis_size > 1 and self.last:
+            flat = yield CollectiveRequest("psum", flat)
+        return flat, inputs.states
+
+
+def loss(order: list[str], params: Params, x: Tensor) -> Tensor:
+    for name in order:
+        x = torch.tanh(x @ in_backward(params[name], partial(LOG.append, ("grad", name))))
+    return x.square().mean()
+
+
+def trained(hook: CommHook, own_order: bool, seed: int) -> tuple[Params, list[tuple[str, Any]], Params]:
+    """The parameters after a step, what happened in it, and the gradients of all ranks' mean loss."""
+    generator = torch.Generator().manual_seed(seed)
+    params = {name: torch.randn(4, 4, generator=generator) for name in "abcdef"}
+    rank, size = int(ltx.axis_index()), int(ltx.axis_size())
+    xs = torch.randn(size, 3, 4, generator=generator)
+    orders = [list(params) for _ in range(size)]
+    for place, order in enumerate(orders):
+        if own_order:
+            random.Random(seed + place).shuffle(order)
+    strategy = ltx.DDPStrategy(comm_hook=hook, bucket_bytes=70, first_bucket_bytes=70)
+    step = ltx.data_parallel(lambda p, x: loss(orders[rank], p, x), strategy)
+    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
+    state = train.init(params)
+    state, _ = train(state, xs[rank])
+    LOG.clear()
+    before = {name: p.clone() for name, p in state.params.items()}
+    state, _ = train(state, xs[rank])
+    log = list(LOG)
+    leaves = {name: p.clone().requires_grad_() for name, p in before.items()}
+    total = sum(loss(orders[other], leaves, xs[other]) for other in range(size)) / size
+    grads = torch.autograd.grad(total, list(leaves.values()))
+    expected = {name: before[name] - 2 * g for name, g in zip(leaves, grads, strict=True)}
+    return state.params, log, expected
+
+
+def check(found: Params, log: list[tuple[str, Any]], expected: Params) -> list[str]:
+    """Returns what happened, without the names."""
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    starts = [bucket for what, bucket in log if what == "start"]
+    assert len(starts) > 3
+    assert starts == sorted(starts), "peers of that engine would start in another order"
+    return [what for what, _ in log]
+
+
+@pytest.mark.parametrize("own_order", [False, True])
+def test_in_a_world_of_one(own_order: bool, seed: int) -> None:
+    kinds = check(*trained(Engine(), own_order, seed))
+    assert "start" not in kinds[kinds.index("wait") :], "a bucket waits for another"
+    if not own_order:
+        assert "grad" in kinds[kinds.index("start") :], "nothing goes out before the pass is over"
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("own_order", [False, True])
+def test_on_two_ranks(own_order: bool, last: bool, ranks: Ranks, seed: int) -> None:
+    for found in ranks(2).run(trained, Engine(last), own_order, seed):
+        check(*found)
+
+
+def test_inside_of_another_hook(ranks: Ranks, seed: int) -> None:
+    for found in ranks(2).run(trained, ltx.hooks.chain(Engine(), ltx.hooks.AllReduce()), False, seed):
+        check(*found)
+
+
+@pytest.mark.slow_compile
+@on_ranks(2)
+def test_a_compiled_graph_has_no_node_for_it() -> None:
+    step = ltx.data_parallel(lambda p, x: (p * x).sum(), ltx.DDPStrategy(comm_hook=Engine()))
+    grads = torch.compile(ltx.grad(step), backend="aot_eager")
+    with pytest.raises(Exception, match=r"Engine\(\) starts work of its own, which a compiled graph has no node for"):
+        grads(torch.ones(3), torch.ones(3))

@@ -6,6 +6,7 @@ import pickle
 import random
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.contract.hooks.reference import flat
 from tests.contract.hooks.table import BY_PATH, FED_BACK, HOOKS, MOST, ROWS
 from tests.covering import some
 from tests.kinds import Ranks
+from tests.train_on import in_backward
 
 Grads = dict[str, Tensor]
 TWINS = ROWS | BY_PATH
@@ -298,27 +300,6 @@ def test_a_state_goes_on_with_other_buckets(name: str) -> None:
         torch.testing.assert_close(results, simulated(hook, grads)[0], rtol=1e-9, atol=1e-9)
 
 
-class Late(torch.autograd.Function):
-    """Identity whose backward pass takes a while."""
-
-    @staticmethod
-    def forward(x: Tensor, delay_s: float) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.delay_s = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
-        time.sleep(ctx.delay_s)
-        return cotangent, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, delay_s: float) -> tuple[Tensor, Any]:
-        return Late.apply(x, delay_s), in_dims[0]
-
-
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", ["powersgd 1", "batched powersgd", "onebit", "powersgd in eight bits"])
 def test_buckets_that_arrive_in_any_order(name: str, ranks: Ranks, seed: int) -> None:
@@ -327,7 +308,8 @@ def test_buckets_that_arrive_in_any_order(name: str, ranks: Ranks, seed: int) ->
     params = {f"w{i}": torch.randn(6, 8, dtype=torch.float64) for i in range(8)}
 
     def branches(params: Grads, factor: Tensor, delays_s: list[float]) -> Tensor:
-        return sum(torch.sin(factor * Late.apply(w, d)).sum() for w, d in zip(params.values(), delays_s, strict=True))
+        late = (in_backward(w, partial(time.sleep, d)) for w, d in zip(params.values(), delays_s, strict=True))
+        return sum(torch.sin(factor * w).sum() for w in late)
 
     step = ltx.data_parallel(branches, strategy)
 

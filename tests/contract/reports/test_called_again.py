@@ -47,15 +47,8 @@ class Adjoint(torch.autograd.Function):
             return None, *torch.autograd.grad(ctx.block(x), (x, *params), dy, allow_unused=True)
 
 
-class Reversible(torch.autograd.Function):
+class Reversible(Adjoint):
     """As reversible networks: a backward pass inside of the other one, which knows the parameters by itself."""
-
-    @staticmethod
-    def forward(ctx: Any, block: nn.Module, x: Tensor) -> Tensor:
-        ctx.block = block
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return block(x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
