@@ -223,11 +223,7 @@ def _made(cls: Any, items: dict[Any, Any]) -> Any:
 
 def holds_tensors(value: Any) -> bool:
     """Whether a tensor is found in `value`, its elements and attributes, or theirs."""
-    if isinstance(value, torch.Tensor):
-        return True
-    if type(value) in PLAIN:
-        return False
-    queue, seen = [value], {id(value)}
+    queue, seen = [[value]], set[int]()
     for node in queue:  # which grows meanwhile
         for part in _inside(node):
             if isinstance(part, torch.Tensor):
