@@ -254,11 +254,7 @@ def shown(value: Any) -> str:
 
 
 def outcome(value: Any) -> str:
-    """What a user's function has returned, in a few words.
-
-    >>> outcome(torch.ones(2)), outcome((1, 2))
-    ('a tensor of shape [2] and torch.float32', 'a tuple of 2')
-    """
+    """What a user's function has returned, in a few words: "a tensor of shape [2] and torch.int8", "a tuple of 2"."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)} and {value.dtype}"
     return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__

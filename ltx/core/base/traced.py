@@ -1,8 +1,8 @@
 """ltx inside graphs that are recorded to run later, by Dynamo or other tracers.
 
 Under torch.func.grad, Dynamo drops the backward pass of an autograd.Function that it traces into, and it can't trace
-process groups at all. So in a graph ltx is made of nodes: functions that Dynamo doesn't trace into. A node takes
-tensors and constants. Other values are kept in this module, and the node gets their keys.
+process groups. So in a graph ltx is made of nodes, which Dynamo doesn't trace into. A node takes tensors and constants;
+other values are kept here, and it gets their keys.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
 """Rules, which define the collectives of tensors, and the autograd Function that runs them.
 
-A :class:`ltx.core.ranks.backings.Rule` says what a linear collective A does on a process group, on the stacked values
-of ranks in one process, and on an axis of size 1, and which rule is its transpose. The rest follows from linearity:
-
-* forward mode: the tangent of A x is A applied to the tangent of x;
-* reverse mode: the cotangent of x is the transpose of A applied to the cotangent of A x, where the loss is the sum over
-  ranks of each rank's loss;
-* vmap over any other level than the axis: A with one more dimension in front; and any combination of these.
-
-A nonlinear collective is a rule too; its `weights` define the sum over ranks that is its derivative.
+A :class:`ltx.core.ranks.backings.Rule` says what a linear collective A does, and which rule is its transpose. The rest
+follows: the tangent of A x is A applied to the tangent of x; the cotangent of x is the transpose of A applied to that
+of A x, where the loss is the sum of all ranks' losses; and over any other level than the axis A has one more dimension
+in front. A nonlinear collective is a rule too; its `weights` define the sum over ranks that is its derivative.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """axis_index, rank_seed and shard: each rank's index, random seed, and part of a batch.
 
 :func:`ltx.shard` and :func:`ltx.accumulate` cut a batch by the same rule. A batch's tensors have one length along dim
-0, with one entry per sample; tensors without dimensions, numbers and strings aren't cut. A list or tuple without
-tensors in it, such as texts, is cut if it is as long as the batch. A list or tuple of containers
-of one structure is either a list of records, one per sample: it is as long as the batch, and is cut between records. Or
-it is a list of fields: the tensors in it are as long as the batch, and are cut. If it could be either, the call raises.
+0, with an entry a sample; 0-dim tensors, numbers and strings aren't cut. A list or tuple without tensors, such as
+texts, is cut if it is as long as the batch. One of containers of one structure is a list of records, as long as the
+batch, or of fields, in which tensors are as long as the batch. If it could be either, the call raises.
 """
 
 from __future__ import annotations

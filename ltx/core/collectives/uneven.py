@@ -1,8 +1,7 @@
 """Collectives of tensors whose shapes differ between ranks, and of objects; the barrier.
 
-Tensors are padded to the largest one, and results are cut to size. All operations are differentiable collectives and
-views, so gradients follow; padding has none. The ranks of :func:`ltx.vmap` always have equal shapes, and share all
-objects, so these collectives refuse them.
+Tensors are padded to the largest one, and results are cut to size, by differentiable collectives and views. The ranks
+of :func:`ltx.vmap` always have equal shapes, and share all objects, so these collectives refuse them.
 """
 
 from __future__ import annotations
