@@ -119,7 +119,7 @@ def psum(
         value, prescale = psum(value, other, prescale=prescale), 1
     value = countable(calls.tensors_of(value, axis))
     then: Callable[[torch.Tensor], torch.Tensor] = as_it_is
-    if not (_is_one(prescale) and _is_one(postscale)):
+    if not (is_one(prescale) and is_one(postscale)):
         before, after = _factor(value, prescale, "prescale"), _factor(value, postscale, "postscale")
         value, then = tree.map(lambda x: _times(x, before), value), lambda total: _times(total, after)
     if not traced.recording() and any(map(is_sparse, tree.flatten(value)[0])):
@@ -137,7 +137,7 @@ def _factor(value: Tree, factor: float | torch.Tensor, name: str) -> float | tor
         whole = not (factor.is_floating_point() or factor.is_complex())
         if factor.ndim != 0:
             raise InputError(f"psum: {name} must be a number or a 0-dim tensor, got {said}. Sum it.")
-    elif _is_one(factor):
+    elif is_one(factor):
         return 1
     elif isinstance(factor, int) and not abs(factor) < 2**63:
         raise InputError(f"psum: {name}={brief(factor)} doesn't fit into 64 bits.")
@@ -157,10 +157,11 @@ def _factor(value: Tree, factor: float | torch.Tensor, name: str) -> float | tor
 
 
 def _times(x: Any, factor: float | torch.Tensor) -> Any:
-    return x if _is_one(factor) else (x * factor).to(x.dtype)
+    return x if is_one(factor) else (x * factor).to(x.dtype)
 
 
-def _is_one(factor: float | torch.Tensor) -> bool:
+def is_one(factor: float | torch.Tensor) -> bool:
+    """Whether `factor` is 1, as far as the host knows without waiting for a device."""
     return not isinstance(factor, torch.Tensor) and factor == 1
 
 

@@ -14,6 +14,7 @@ import torch
 from ltx.core import collectives, comm
 from ltx.core.base import private, tree
 from ltx.core.base.errors import StepError, UnusedParameterWarning, no_mean
+from ltx.core.collectives.psum import is_one
 from ltx.core.collectives.reduce import unusable
 from ltx.core.gradients.buffers import unpack
 from ltx.core.gradients.marker import Marker
@@ -144,11 +145,6 @@ def unreached(total: torch.Tensor, leaves: Sequence[torch.Tensor], plan: Plan | 
             missing.difference_update(plan.buckets[node.bucket].members[output : output + 1])
         missing.discard(places.get(id(getattr(node, "variable", None)), -1))
     return sorted(missing)
-
-
-def is_one(scale: float | torch.Tensor) -> bool:
-    """Whether `scale` is 1, as far as the host knows without waiting for a device."""
-    return not isinstance(scale, torch.Tensor) and scale == 1
 
 
 class BackwardResult(NamedTuple):
