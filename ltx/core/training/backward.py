@@ -48,8 +48,7 @@ class Backward(NamedTuple):
     loss_scale: float | torch.Tensor  # the factor of the loss; a tensor where the host doesn't wait for it
     #: If the guard wants them: returns sums of gradients, which are finite if the gradients are.
     probes: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None
-    #: At a training's first step, the paths of parameters that the loss doesn't depend on on this rank, by their places
-    #: among the leaves. Parameters whose gradients other ranks have are taken out later.
+    #: At a training's first step, paths by place: of parameters that the loss doesn't reach, later on no rank.
     unused: dict[int, str]
     prepared: Prepared | None  # the optimizer's faster update of the state's parameters, if it has one
 

@@ -1,8 +1,7 @@
 """The module of ``train.init(module)``, which has the tensors of the newest state.
 
-Its parameters lie in the state's memory, so a step in place changes both. A step that makes other tensors, such as one
-with ``donate=False``, has them put under the module's Parameters, which stay the same objects: whoever holds them (an
-average, a metric) sees the new values too.
+Its parameters lie in the state's memory, so a step in place changes both. Other tensors that a step makes are put under
+the module's Parameters, which stay the same objects: whoever holds them (an average, a metric) sees the new values.
 """
 
 from __future__ import annotations

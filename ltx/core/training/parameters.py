@@ -56,14 +56,10 @@ def left_out(trainable: Trainable, paths: Sequence[str]) -> set[str]:
     return set(paths) - tree.wanted(trainable, paths, StepError, "train_step: trainable=")
 
 
-#: (Its first byte, that behind it, its path, a leaf.)
-_Span = tuple[int, int, str, torch.Tensor]
-
-
 def _check(leaves: Sequence[torch.Tensor], paths: Sequence[str], frozen: Sequence[bool]) -> None:
     """Refuse leaves that can't be trained, and two names of one tensor, which training would make different."""
     known: dict[Any, str] = {}
-    spans: list[_Span] = []
+    spans: list[Any] = []  # (the first byte, that behind it, path, leaf)
     if (hooked := first_hooked(leaves)) is not None:
         raise TreeError(hooked_text(f"params: leaf {paths[hooked]!r}"))
     for x, path, is_frozen in zip(leaves, paths, frozen, strict=True):
@@ -84,7 +80,7 @@ def _check(leaves: Sequence[torch.Tensor], paths: Sequence[str], frozen: Sequenc
                 "Parameters with one memory (b.weight.data = a.weight.data) have to be one: b.weight = a.weight."
             )
         known[place] = path
-    groups, last = list[list[_Span]](), 0
+    groups, last = list[list[Any]](), 0
     for span in sorted(spans, key=itemgetter(0)):
         if span[0] >= last:  # it lies behind all that came before
             groups.append([])
@@ -95,7 +91,7 @@ def _check(leaves: Sequence[torch.Tensor], paths: Sequence[str], frozen: Sequenc
             _check_apart(group)
 
 
-def _check_apart(group: Sequence[_Span]) -> None:
+def _check_apart(group: Sequence[Any]) -> None:
     """Refuse leaves that are views of the same elements. They may lie between each other, as columns do."""
     base, size = group[0][0], math.gcd(*(x.element_size() for *_, x in group))
     nbytes = max(end for _, end, _, _ in group) - base

@@ -1,7 +1,5 @@
-"""What a training step asks before it runs, and when the answers hold for the step after it.
-
-:func:`resolve` asks the strategy, the hook, the axis and the shapes of the parameters all that a step asks of them. The
-state that the step makes carries the answers. They hold for the next step if
+"""What a training step asks before it runs, once for the steps after it too: the state that it makes has the answers.
+They hold for the next step if
 
 * this very object is given to the same train step, on the same axis of a world that is whole, and
 * nobody has read its tensors, so nobody can have replaced one, frozen it, or put a hook on it, and

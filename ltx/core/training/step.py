@@ -116,8 +116,6 @@ class Step:
             require("weighted, hook", strategy.hook(self.info.step))
         return run, outputs
 
-    # --- in what executors differ ------------------------------------------------------------------------------------
-
     #: Buffers and aux have no derivative.
     detached: ClassVar[bool] = True
     #: Of the optimizer's :class:`ltx.core.optim.base.Update`: `donate`, `may_overwrite`, `prepared`, `on_overwriting`.
