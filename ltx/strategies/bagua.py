@@ -79,9 +79,7 @@ class BaguaStrategy(Strategy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.algorithm, str) or self.algorithm not in ALGORITHMS:
-            raise StrategyError(
-                f"BaguaStrategy.algorithm must be one of {list(ALGORITHMS)}, got {brief(self.algorithm)}."
-            )
+            raise StrategyError(f"BaguaStrategy.algorithm must be one of {[*ALGORITHMS]}, got {brief(self.algorithm)}.")
         arguments.check_fields(self, StrategyError, "flatten")
         _ = self.inner  # raises if another field is wrong
 

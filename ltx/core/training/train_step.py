@@ -37,10 +37,7 @@ from ltx.typing import Tree
 
 @dataclass(frozen=True)
 class TrainStep(TrainSettings):
-    """What :func:`train_step` returns: ``init(params) -> state`` and ``(state, *batch) -> (state, metrics)``.
-
-    It also has the operations on a train state that need the step, the optimizer and the strategy.
-    """
+    """What :func:`train_step` returns: ``init(params) -> state`` and ``(state, *batch) -> (state, metrics)``."""
 
     def init(self, params: Tree | torch.nn.Module, buffers: Tree = None) -> TrainState:
         """Make the state before the first step, with rank 0's values on every rank.
