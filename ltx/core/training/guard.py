@@ -29,8 +29,6 @@ from ltx.core.transforms.strategy import StepInfo, exchange, shares_gradients
 from ltx.core.transforms.sync_state import plain_values
 from ltx.typing import Tree
 
-_SHOWN = 4
-
 
 def probes(grads: Tensors) -> list[torch.Tensor]:
     """Each one's sum, in one pass over memory. It isn't finite if an element isn't, and rarely otherwise."""
@@ -115,9 +113,8 @@ def _described(paths: Sequence[str], grads: Tensors) -> list[str]:
     return found
 
 
-def _listed(texts: Sequence[str]) -> str:
-    more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-    return ", ".join(texts[:_SHOWN]) + more
+def _listed(texts: Sequence[str], most: int = 4) -> str:
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
 def must_sync_finite(train: TrainSettings, info: StepInfo) -> bool:

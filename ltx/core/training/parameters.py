@@ -24,9 +24,6 @@ from ltx.typing import Tree
 #: Selects the trained leaves: patterns of paths (as in :mod:`fnmatch`), or a function of a path.
 Trainable = str | Sequence[str] | Callable[[str], bool] | None
 
-# A module's parameters are broadcast in pieces of about this many bytes, since a piece needs a second copy.
-_PIECE_BYTES = 64 << 20
-
 
 def split(params: Tree, trainable: Trainable) -> tuple[Tree, Tree]:
     """(trained, frozen) parameters: two trees, each with None in the other's places; `frozen` may be None. A leaf is
@@ -121,7 +118,8 @@ def taken_from(module: torch.nn.Module, axis: Axis, trainable: Trainable) -> tup
     with torch.no_grad():
         sent = [*parameters.values(), *filter(has_bytes, module.buffers())]  # the step may read buffers, too
         totals = zip(sent, accumulate(x.nbytes for x in sent), strict=True)
-        for _, piece in groupby(totals, lambda pair: pair[1] // _PIECE_BYTES) if axis.size > 1 else ():
+        # in pieces of about 64 MiB, since a piece needs a second copy
+        for _, piece in groupby(totals, lambda pair: pair[1] >> 26) if axis.size > 1 else ():
             mine = [parameter for parameter, _ in piece]
             given = collectives.broadcast([x.detach() for x in mine], axis=axis)
             for parameter, value in zip(mine, given, strict=True):
@@ -131,9 +129,6 @@ def taken_from(module: torch.nn.Module, axis: Axis, trainable: Trainable) -> tup
                     parameter.detach().copy_(value)
     held: tuple[Tree, Tree] = tree.map(torch.Tensor.detach, (trained, frozen))
     return held
-
-
-_ITS_MODULE = "Give the module that the state was made of."
 
 
 def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Module:
@@ -179,11 +174,11 @@ def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Mod
     for name, value in values.items():
         if name not in slots:
             what = f"the state has {name!r}, and {type(module).__name__} has no parameter or buffer of that name"
-            raise TreeError(f"to_module: {what}. {_ITS_MODULE}")
+            raise TreeError(f"to_module: {what}. Give the module that the state was made of.")
         table, key = slots[name]
         if (there := table[key].shape) != value.shape:
             what = f"has shape {[*value.shape]} in the state, and {[*there]} in the {type(module).__name__}"
-            raise TreeError(f"to_module: {name!r} {what}. {_ITS_MODULE}")
+            raise TreeError(f"to_module: {name!r} {what}. Give the module that the state was made of.")
     with torch.inference_mode(False):  # tensors copied in inference mode could never be trained again
         for tied in members.names.values():
             given = [name for name in values if name in tied]

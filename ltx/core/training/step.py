@@ -173,14 +173,12 @@ def uninterrupted() -> Iterator[None]:
 # Python's wrappers look for each handler among the members of an enumeration, which would take most of the time here.
 _signals: Any = importlib.import_module("_signal")
 _SIGNALS = sorted(map(int, signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}))
+_NO_LEAVES = tree.flatten({})
 
 
 def incomplete(state: TrainState, error: BaseException) -> None:
     """Make a state invalid: the host took it over before the device had made it, and the device has given up since."""
     state.invalidate("the device couldn't complete what it is made of", error)
-
-
-_NO_LEAVES = tree.flatten({})
 
 
 class Written(enum.Enum):
