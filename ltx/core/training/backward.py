@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from ltx.core.gradients.reduction import Bucket, LeafState, Program, Reduced
 from ltx.core.optim.base import LeafStates, Optimizer, Prepared, advanced, apply_leaves, unless
 from ltx.core.ranks.axis import Axis
 from ltx.core.training.accumulate import MicroBatches
+from ltx.core.training.guard import probes
 from ltx.core.training.train_state import TrainState
 from ltx.core.transforms.closure_check import edges
 from ltx.core.transforms.run import Run
@@ -46,8 +47,7 @@ class Backward(NamedTuple):
     weight: torch.Tensor | None  # a Weighted's sum of weights; None for a plain loss
     donate: bool  # parameters and optimizer state are updated in place
     loss_scale: float | torch.Tensor  # the factor of the loss; a tensor where the host doesn't wait for it
-    #: If the guard wants them: returns sums of gradients, which are finite if the gradients are.
-    probes: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None
+    guarded: bool  # whether the guard wants sums of gradients, which are finite if the gradients are
     #: At a training's first step, paths by place: of parameters that the loss doesn't reach, later on no rank.
     unused: dict[int, str]
     prepared: Prepared | None  # the optimizer's faster update of the state's parameters, if it has one
@@ -212,7 +212,6 @@ class CollectGradients(_Completion):
     def __init__(self, work: Backward, schedule: ProcessSchedule):
         super().__init__(work, schedule)
         self._factor, self._skip = scale_of(work, schedule)
-        self._probes = work.probes
         self._grads: dict[int, torch.Tensor] = {}
         self._sums: list[torch.Tensor | float] = []
 
@@ -222,13 +221,13 @@ class CollectGradients(_Completion):
             self._states.update(self._plan.states_by_leaf(bucket, reduced[1]))
         # If the sum of the unscaled gradients is finite, so is the sum after a factor of at most 1.
         known = not isinstance(self._factor, torch.Tensor) and abs(self._factor) <= 1
-        total = self._schedule.total(bucket) if self._probes is not None and known else None
+        total = self._schedule.total(bucket) if self._work.guarded and known else None
         if not is_one(self._factor):
             flat.mul_(self._factor)
         if total is not None:
             self._sums.append(total)
-        elif self._probes is not None:
-            self._sums += self._probes([flat])  # now, while the gradients are in the cache
+        elif self._work.guarded:
+            self._sums += probes([flat])  # now, while the gradients are in the cache
         self._grads.update(zip(bucket.members, unpack(flat, bucket, cast=False), strict=True))
 
     def result(self) -> BackwardResult:
@@ -322,6 +321,3 @@ class UpdateThenSend(_Completion):
         params = tree.unflatten(tree.flatten(self._work.state.held_params)[1], self._params)
         opt_state = self._hook.held(advanced(self._opt_state), self._axis)
         return BackwardResult(None, self._states_after(), params, opt_state)
-
-
-Completion = CollectGradients | UpdateBuckets | UpdateThenSend

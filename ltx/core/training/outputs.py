@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -40,11 +41,9 @@ def check_call(fn: Step, buffers: Tree, batch: Batch) -> None:
         return
 
     def fits(*before: Any) -> bool:
-        try:
-            signature.bind(*before, *batch.args, **batch.named)
-        except TypeError:
-            return False
-        return True
+        with suppress(TypeError):
+            return bool(signature.bind(*before, *batch.args, **batch.named))
+        return False
 
     with_buffers, without = fits(None, None), fits(None)
     if buffers is None and with_buffers and not without:

@@ -26,7 +26,7 @@ from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.optim.base import Prepared, Update, chosen
 from ltx.core.optim.from_torch import TorchOptimizer
 from ltx.core.training import backward, guard
-from ltx.core.training.backward import Backward, BackwardResult, Completion
+from ltx.core.training.backward import Backward, BackwardResult
 from ltx.core.training.outputs import Batch, arguments_of, outputs_of
 from ltx.core.training.resolved import Resolved
 from ltx.core.training.settings import TrainSettings
@@ -242,7 +242,7 @@ class EagerStep(Step):
         factor, ahead = 1.0 if scale is None else scale, self.resolved.ahead
         if isinstance(factor, torch.Tensor) and not ahead:
             factor = float(factor)
-        look, unused = guard.probes if self.train.checks_finite and not ahead else None, dict[int, str]()
+        guarded, unused = self.train.checks_finite and not ahead, dict[int, str]()
         if self.state.step == 0:
             given = run.inputs if len(run.inputs or ()) == len(leaves) else leaves  # in place of these
             missing = backward.unreached(total, given or leaves, None if run.schedule is None else run.schedule.plan)
@@ -250,7 +250,7 @@ class EagerStep(Step):
                 paths = tree.leaf_paths(self.state.trained)
                 unused = {member: paths[member] for member in missing}
         inputs = [*leaves, *sync_leaves] if run.inputs is None else run.inputs
-        of_pass = sync_leaves, inputs, sync_spec, total, weight, self.in_place, factor, look, unused, self.prepared
+        of_pass = sync_leaves, inputs, sync_spec, total, weight, self.in_place, factor, guarded, unused, self.prepared
         self._work = work = Backward(train.optimizer, self.state, run, leaves, *of_pass)
         return work, mean, buffers, aux
 
@@ -267,7 +267,7 @@ class EagerStep(Step):
         if not self.state.of_step and self.train.step.strategy.layout.params == "replicated":
             schedule.unreduced = lambda: "made by the program (dataclasses.replace, ltx.tree.map, a checkpoint)"
         schedule.send_summary(name, total.detach(), 1.0 if weight is None else weight, self.train.checks_finite)
-        completion: Completion | None = None
+        completion: backward.CollectGradients | backward.UpdateBuckets | backward.UpdateThenSend | None = None
         try:
             if self.resolved.post_update_hook is not None:
                 completion = backward.UpdateThenSend(self.resolved.post_update_hook, work, schedule)

@@ -99,10 +99,8 @@ class TrainStep(TrainSettings):
             loss_scale = tree.map(lambda x: x.to(leaves[0].device), loss_scale)
         layout = layout_for(self, params if frozen is None else tree.filled(params, frozen))
         state = TrainState(params, buffers, opt_state, sync_state, layout=layout, loss_scale=loss_scale, frozen=frozen)
-        state.__dict__["of_step"] = True
-        given = (state if module is None else follow(self, module, state)).by(self)
-        given.__dict__["seen"] = ()
-        return given
+        state.__dict__.update(of_step=True, seen=())
+        return (state if module is None else follow(self, module, state)).by(self)
 
     def adopt(self, state: TrainState, params: Literal["mean", "rank0"] = "mean") -> TrainState:
         """A state for this train step, of one that was made for another: another strategy, optimizer, `trainable`.
