@@ -35,10 +35,10 @@ class FromFunctions(LossyHook):
             flat, got = inputs.flat, [(p.shape, p.dtype) for p in parts]
             wanted = _layout(self, flat.numel(), flat.dtype, flat.device)
             if got != wanted:  # such messages may have other lengths on other ranks
+                gave, said = (", ".join(f"{d} of shape {[*shape]}" for shape, d in each) for each in (got, wanted))
                 raise StrategyError(
                     f"{self!r}: shapes and dtypes of what compress returns must follow from the length and dtype of "
-                    f"its argument. For {tree.describe(inputs.flat)} it gave {_said(got)}, and for as many zeros "
-                    f"{_said(wanted)}."
+                    f"its argument. For {tree.describe(inputs.flat)} it gave {gave}, and for as many zeros {said}."
                 )
         mine = self._decompressed(given, inputs.flat) if feedback else None  # now: the channel may overwrite it
         message = torch.cat([to_message(part.reshape(1, -1)) for part in parts], 1)[0]
@@ -77,10 +77,6 @@ def _layout(
 ) -> list[tuple[torch.Size, torch.dtype]]:
     """Shapes and dtypes of what `compress` returns for zeros."""
     return [(part.shape, part.dtype) for part in hook._compressed(torch.zeros(numel, dtype=dtype, device=device))[1]]
-
-
-def _said(layout: list[tuple[torch.Size, torch.dtype]]) -> str:
-    return ", ".join(f"{dtype} of shape {list(shape)}" for shape, dtype in layout)
 
 
 def from_functions(compress: Compress, decompress: Decompress, *, error_feedback: bool = False) -> FromFunctions:

@@ -259,8 +259,7 @@ class DiLoCoStrategy(Strategy):
             anchor = states[path][ANCHOR]
             mixed = anchor.lerp(x.to(anchor.dtype), self.update_alpha) if self.update_alpha else anchor
             members[path] = mixed.to(x.dtype, copy=mixed is anchor)  # the program may write to the parameters
-        leaves, spec = tree.flatten(params)
-        paths = tree.leaf_paths(params)
+        (leaves, spec), paths = tree.flatten(params), tree.leaf_paths(params)
         return tree.unflatten(spec, [members.get(path, x) for path, x in zip(paths, leaves, strict=True)])
 
     def _outer_step(self, path: str, grad: torch.Tensor, state: LeafState, step: int) -> LeafState:

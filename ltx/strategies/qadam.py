@@ -157,8 +157,5 @@ class QAdam(NodeStrategy):
         if info.step + 1 == self.warmup_steps:
             moments = update.optimizer.leaf_states(opt_state, params)
             momenta = {path: own["exp_avg"] for path, own in zip(tree.leaf_paths(params), moments, strict=True)}
-            states = {
-                path: {**state, MOMENTUM: momenta[path].to(state[MOMENTUM].dtype, copy=True)}
-                for path, state in states.items()
-            }
+            states = {p: {**own, MOMENTUM: momenta[p].to(own[MOMENTUM].dtype, copy=True)} for p, own in states.items()}
         return Updated(params, opt_state, states)
