@@ -248,35 +248,34 @@ class Call:
     def __init__(self, step: Any, leaves: list[Any], spec: Any):
         self.step, self.leaves, self.spec = step, leaves, spec
         self.wrapped = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and private.is_wrapped(x)]
-        self._wanted = [leaves[i].requires_grad for i in self.wrapped]
         self.calls = Calls()
         self._params: list[torch.Tensor] = []  # the leaves of the step's parameters
 
     def forward(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
         """Run the step on plain leaves; return the outputs that have a gradient."""
-        self.inputs = [t.detach().requires_grad_(w) for t, w in zip(tensors, self._wanted, strict=True)]
+        wanted = (self.leaves[i].requires_grad for i in self.wrapped)
+        self.inputs = [t.detach().requires_grad_(w) for t, w in zip(tensors, wanted, strict=True)]
         args, kwargs = tree.unflatten(self.spec, at_places(self.leaves, self.wrapped, self.inputs))
         # Below a transform inference mode is still on, though torch says that it isn't: autograd would record nothing.
         plain, step = torch.inference_mode(False), self.step
         allowed, watched = checkpoints_allowed(), watch_for_traced_values(step.fn)
         with comm.span("forward"), plain, torch.enable_grad(), allowed, watched, self.calls.recorded():
             run = step.run(args, kwargs, self._options(args))
-            outputs, spec = tree.flatten(run.value())
+            outputs, self.result_spec = tree.flatten(run.value())
         self._inputs, self._own, self._schedule = run.inputs, run.own, run.schedule
         found = [(i, x) for i, x in enumerate(outputs) if isinstance(x, torch.Tensor)]
-        self._differentiable = [i for i, x in found if x.requires_grad]
-        if self._inputs is not None and not self._differentiable:  # the rank takes part, as its peers wait for it
-            self._differentiable = [i for i, x in found if x.is_floating_point() or x.is_complex()]
-        self.outputs = [outputs[i] for i in self._differentiable]
-        self._result = ([None if i in self._differentiable else x for i, x in enumerate(outputs)], spec)
+        self.differentiable = [i for i, x in found if x.requires_grad]
+        if self._inputs is not None and not self.differentiable:  # the rank takes part, as its peers wait for it
+            self.differentiable = [i for i, x in found if x.is_floating_point() or x.is_complex()]
+        self.outputs = [outputs[i] for i in self.differentiable]
+        self.constants = [None if i in self.differentiable else x for i, x in enumerate(outputs)]
         return tuple(x.detach() for x in self.outputs)
 
     def _options(self, args: tuple[Any, ...]) -> CallOptions:
         """Deferred, if the pass can wait for its buckets itself: it is one of all parameters, which bring no state."""
         number = self.step.argnums
-        if not isinstance(number, int) or isinstance(args[number], Synced) or traced.recording():
-            return PLAIN_CALL
-        if not can_raise_priority() or in_step.get():  # hooks of leaves serve one pass
+        whole = isinstance(number, int) and not isinstance(args[number], Synced) and not traced.recording()
+        if not (whole and can_raise_priority()) or in_step.get():  # hooks of leaves serve one pass
             return PLAIN_CALL
         self._params, spec = tree.flatten(args[number])
         mine, wanted = {*map(id, self._params)}, {id(x) for x in self.inputs if x.requires_grad}
@@ -284,11 +283,6 @@ class Call:
             return PLAIN_CALL
         flat = self._params, spec
         return self.step.deferred(flat) or CallOptions(deferred=True, flat=flat)
-
-    def result(self, outputs: Tensors) -> Any:
-        """The step's result, with `outputs` in the places of the tensors that have a gradient."""
-        values, spec = self._result
-        return tree.unflatten(spec, at_places(values, self._differentiable, outputs))
 
     def pull(self, cotangents: Tensors, batched: bool) -> tuple[torch.Tensor | None, ...]:
         """Run the backward pass, on plain autograd. It may run several times (jacrev in chunks)."""
@@ -390,4 +384,4 @@ def call_below(step: Any, leaves: list[Any], spec: Any) -> Any:
     outputs = Below.apply(call, *map(leaves.__getitem__, call.wrapped))
     if not call.outputs:
         raise StepError("the step returned no floating or complex tensor that depends on its parameters.")
-    return call.result(outputs)
+    return tree.unflatten(call.result_spec, at_places(call.constants, call.differentiable, outputs))
