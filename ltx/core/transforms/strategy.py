@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
@@ -28,7 +28,7 @@ from ltx.core.base.needs import require
 from ltx.core.gradients.buffers import is_plain, prefers_few_calls
 from ltx.core.gradients.comm_hook import EXACT, CommHook, shared_part, stateful_hook
 from ltx.core.gradients.pending import Exchange
-from ltx.core.gradients.planning import BucketSettings, Plan, make_plan
+from ltx.core.gradients.planning import BucketSettings, Plan, arrival_order, make_plan
 from ltx.core.gradients.reduction import Bucket, LeafState, Reduced
 from ltx.core.optim.base import Optimizer, Tensors, Update
 from ltx.core.ranks.axis import Axis
@@ -337,10 +337,7 @@ def negotiate(
 
     Returns the plan of the exchange.
     """
-
-    def arrival() -> Sequence[int]:
-        return range(len(tensors)) if like is None else tree.insertion_order(like)[::-1]
-
+    arrival = partial(range, len(tensors)) if like is None else partial(arrival_order, like, range(len(tensors)))
     names = tuple(map(tuple, states)) or ((),) * len(tensors)
     what = f"{type(strategy).__name__}{' in the background' if background else ''}"
     of = strategy, hook, info.axis, tensors, arrival, names, info.step, lambda: list(paths), what, tuple(paths)
@@ -363,8 +360,7 @@ def communicate_after_update(
     pending = exchange(strategy, hook, tree.flatten(given)[0], paths, info, hook.begun(old), like=update.params)
     old = replace(old, may_overwrite=update.may_overwrite and may_be_written_to(hook.written(old), opt_state))
     params, found = list(starts), dict[int, LeafState]()
-    remaining = [take_updated(hook, *done, old, params, found) for done in pending.wait_buckets()]
-    left = [do for do in remaining if do is not None]
+    left = [*filter(None, [take_updated(hook, *done, old, params, found) for done in pending.wait_buckets()])]
     after = {**states, **{paths[member]: state for member, state in found.items() if state}}
 
     def finish() -> None:
