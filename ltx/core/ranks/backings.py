@@ -119,13 +119,9 @@ class Ranks:
         no other axis is in the same batch.
         """
 
-    # --- collectives -----------------------------------------------------------------------------------------------
-
     def collective(self, rule: Rule, static: Static, xs: Tensors, compiled: bool) -> tuple[torch.Tensor, ...]:
         """This rank's result of the collective for each of `xs`, in new memory. `compiled`: in a graph."""
         return tuple(fresh(y, x) if rule.operation is None else y.clone() for x in xs for y in [rule.alone(x, static)])
-
-    # --- what they agree on ----------------------------------------------------------------------------------------
 
     def confirm(self, key: Key, describe: Describe, offer: Callable[[], Any] = nothing, channel: str = "user") -> Any:
         """Compare the next call before data moves, once for each key, and return the agreement, if there is one.
@@ -140,8 +136,6 @@ class Ranks:
 
     def announce(self, agreement: Any) -> None:
         """Count a call that sends nothing, so that the next comparison includes it."""
-
-    # --- steps and passes -------------------------------------------------------------------------------------------
 
     def open_phases(self, count: int) -> None:
         """Open channels for so many collectives of each bucket: all ranks call this together."""
@@ -162,8 +156,6 @@ class Ranks:
 
     def start_anew(self) -> None:
         """All ranks begin a training: nothing that was begun for an earlier one may reach it."""
-
-    # --- small values ----------------------------------------------------------------------------------------------
 
     def by_rank(self, signature: Any, f: OfTensors = lambda xs, apart: None, tensors: Tensors = ()) -> list[Any]:
         """A list by rank of what `f` gives, a JSON value, for its tensors. Ranks compare `signature` each time."""

@@ -224,12 +224,8 @@ def _mapped_arguments(
     dims += [0] * (len(leaves) - len(dims))  # keyword arguments'
     if not torch.compiler.is_compiling():
         leaves = [x if dim is None else of_array(x) for x, dim in zip(leaves, dims, strict=True)]
-    tree.check_open(
-        [None if dim is None else x for x, dim in zip(leaves, dims, strict=True)],
-        given,
-        f"axis {axis_name!r}: mapped arguments",
-        "mapped (in_dims=None gives every rank the whole)",
-    )
+    mapped, what = [None if dim is None else x for x, dim in zip(leaves, dims, strict=True)], f"axis {axis_name!r}"
+    tree.check_open(mapped, given, f"{what}: mapped arguments", "mapped (in_dims=None gives every rank the whole)")
     return leaves, spec, dims
 
 
