@@ -157,15 +157,14 @@ def communicators() -> list[Any]:
 def has_failed(of_peers: bool = False) -> bool:
     """Whether an exception has ended the world of the open axes; `of_peers`: also one of a rank that has said so."""
     comms = communicators()
-    if any(axis_comm.passes.failed or any(channel.failed for channel in axis_comm.channels) for axis_comm in comms):
-        return True
-    if not of_peers:
-        return False
-    for axis_comm in comms:
-        axis_comm.passes.find_dropped()
-        if axis_comm.passes.failed or axis_comm.passes.is_uncounted:  # peers that wait for the rest of it fail
-            return True
-    return any(axis_comm.peers.gone("failed") for axis_comm in comms)
+    failed = any(each.passes.failed or any(channel.failed for channel in each.channels) for each in comms)
+    if of_peers and not failed:
+        for each in comms:
+            each.passes.find_dropped()
+        # Peers that wait for the rest of what this rank has left fail.
+        failed = any(each.passes.failed or each.passes.is_uncounted for each in comms)
+        failed = failed or any(each.peers.gone("failed") for each in comms)
+    return failed
 
 
 def has_lost_pass(axis: Axis) -> bool:
