@@ -139,9 +139,8 @@ def axis_from_group(group: dist.ProcessGroup | Sequence[int], name: str | None =
 
 
 def close_axis(axis: Axis) -> None:
-    if axis.comm is not None:
-        _opened.pop((axis.comm.group, axis.name), None)
-        axis.comm.close()
+    _opened.pop((axis.comm.group, axis.name), None)
+    axis.comm.close()
 
 
 def open_axes() -> tuple[Axis, ...]:
@@ -259,7 +258,8 @@ def _called(name: str) -> Axis:
             raise AxisError(f"axis={name!r}: {len(opened)} axes are called so. Give the axis, group or mesh itself.")
         return opened[0] if opened else axes.find(name)
     found = axes.find(name)
-    others = [known for known in opened if isinstance(known, MeshAxis) and _ranks(known) != _ranks(found)]
+    here = found.comm and found.comm.global_ranks
+    others = [known for known in opened if isinstance(known, MeshAxis) and known.comm.global_ranks != here]
     if others and not found.ranks.levels:
         raise AxisError(
             f"axis={name!r} is the name of two axes: of the world's, with {found.size} ranks, and of a dimension of a "
@@ -267,11 +267,6 @@ def _called(name: str) -> Axis:
             'another name, such as ltx.init(mesh={"world": ...}).'
         )
     return found
-
-
-def _ranks(axis: Axis) -> list[int]:
-    """The ranks of the world on an axis of processes; none for other axes."""
-    return [] if axis.comm is None else axis.comm.global_ranks
 
 
 def _meshes_in(axis: Any) -> list[DeviceMesh]:
@@ -319,7 +314,7 @@ def _of_meshes(meshes: list[DeviceMesh]) -> Axis:
     names = [name for mesh in meshes for name in mesh.mesh_dim_names or map(str, range(mesh.ndim))]
     if len(names) > 1:
         title = f"({', '.join(names)})"
-        same = [axis for axis in _opened.values() if _ranks(axis) == ranks]
+        same = [axis for axis in _opened.values() if axis.comm.global_ranks == ranks]
         return Axis(title, 1) if len(ranks) == 1 else same[0] if same else axis_from_group(ranks, title)
     group = meshes[0].get_group()
     name = names[0] if meshes[0].mesh_dim_names else group.group_name
