@@ -35,12 +35,6 @@ INIT = "ltx.init"  #: the name of the axis that ranks are on while ``ltx.init`` 
 
 Node = tuple[int, int]  #: a thread: (its process' rank in the world, its number in the process)
 
-#: What to do after a failure.
-_NEW_WORLD = (
-    " The world has ended: ltx.init() on all ranks begins a new one. Go on there from a state that all ranks share, by "
-    "train.broadcast(state) or a checkpoint."
-)
-
 _OR_LOCKED = (
     "; or it is in one call of C code that holds Python's lock for longer than that: give ltx.init a "
     "heartbeat_timeout= that outlives such calls"
@@ -194,7 +188,10 @@ def diagnose(
             halfway = f"{left.what} on axis {name!r} halfway" if left.what else f"axis {name!r} because of an exception"
             text = f"rank {me}: rank {peer} has left {halfway} ({left.why}), so what this rank waits for won't come."
             kind = PeerLostError if left.lost else DeadlockDetectedError
-            error = kind(text + _NEW_WORLD if left.what else text)
+            if left.what:
+                text += " The world has ended: ltx.init() on all ranks begins a new one. Go on there from a state that "
+                text += "all ranks share, by train.broadcast(state) or a checkpoint."
+            error = kind(text)
             error.told = left.why if left.why.startswith("after rank ") else f"after rank {peer} had left: {left.why}"
             return error
     ended = [peer for peer, status in peers.items() if status.ended]
