@@ -98,11 +98,10 @@ class CommStream:
 
     def _wait(self, done: torch.Event, began_on: Any, made: private.Tensors, used: private.Tensors = ()) -> None:
         current: Any = torch.accelerator.current_stream(self._device.index)
-        if ledger.recordings:
-            with ledger.device_wait(self._device):
-                current.wait_event(done)
-        else:
-            current.wait_event(done)
+        began = ledger.mark(self._device) if ledger.recordings else None
+        current.wait_event(done)
+        if began is not None:
+            ledger.note_device_wait(began, self._device)
         for tensor in made:
             tensor.record_stream(current)
         # Their memory belongs to the stream that made them, which may reuse it before this stream is done.

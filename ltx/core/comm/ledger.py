@@ -137,11 +137,8 @@ def note_on_device(event: Event, device: torch.device) -> None:
     event.marks.append(mark(device))
 
 
-@contextmanager
-def device_wait(device: torch.device) -> Iterator[None]:
-    """A context in which an accelerator's current stream is made to wait for a collective, while recording."""
-    began = mark(device)
-    yield
+def note_device_wait(began: Any, device: torch.device) -> None:
+    """Record that an accelerator's current stream has been made to wait for a collective since the mark `began`."""
     ended = mark(device)
     for recording in recordings:
         recording.note_device(device)
