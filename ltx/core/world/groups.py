@@ -1,7 +1,4 @@
-"""The process groups and axes of a world: made, adopted, and destroyed.
-
-Each function that makes something pushes a function that undoes it on a stack, so that a failure undoes all steps.
-"""
+"""The process groups and axes of a world: made, adopted, and destroyed."""
 
 from __future__ import annotations
 
