@@ -187,17 +187,14 @@ class AsyncAveraging(NodeStrategy):
             raise error  # steps between rounds wait for nobody, and would go on for ever
         mean = None if pending is None else pending.mean
         late = pending is None or time.monotonic() - pending.began_s >= self.sync_interval_ms / 1000
-        is_there, late = self._all_of_node([mean is not None and mean.done, late], info)
+        flags = [mean is not None and mean.done, late]
+        if self.together > 1:  # whether each is set on all ranks of the node
+            there = StepInfo(info.step, node(info.axis, self.together))
+            given = torch.tensor(flags, dtype=torch.float64, device="cpu")
+            reduced, _ = exchange(self, _MEAN, [given], ["whether a round is due"], there).wait()
+            flags = [round(self.together * inputs) == self.together for inputs in reduced[0].tolist()]
+        is_there, late = flags
         return is_there, (late or pending is None) and (is_there or mean is None)
-
-    def _all_of_node(self, flags: list[bool], info: StepInfo) -> list[bool]:
-        """For each flag, whether it is set on all ranks of the node."""
-        if self.together == 1:
-            return flags
-        there = StepInfo(info.step, node(info.axis, self.together))
-        given = torch.tensor(flags, dtype=torch.float64, device="cpu")
-        reduced, _ = exchange(self, _MEAN, [given], ["whether a round is due"], there).wait()
-        return [round(self.together * inputs) == self.together for inputs in reduced[0].tolist()]
 
     def _begin(self, params: Tree, states: States, info: StepInfo, before: Round | None) -> tuple[Round | None, States]:
         """Begin a round; on ranks whose collectives complete at once, the states hold its result."""

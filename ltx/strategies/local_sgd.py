@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import lcm
 from typing import TypeGuard, cast
 
@@ -93,7 +93,7 @@ class LocalSGDStrategy(Strategy):
         levels = tuple(self.period.items()) if isinstance(self.period, Mapping) else self.period
         if _are_levels(levels):
             object.__setattr__(self, "period", tuple((int(period), int(ranks)) for period, ranks in levels))
-        elif _is_whole(levels, 1):
+        elif arguments.is_whole(levels) and levels >= 1:
             arguments.check_whole(self, 1, "period")
         else:
             raise StrategyError(
@@ -151,14 +151,11 @@ class LocalSGDStrategy(Strategy):
         return (params if size == 1 else mean_over(self, params, StepInfo(info.step, inner(info.axis, size)))), states
 
 
-def _is_whole(value: object, least: int) -> bool:
-    return arguments.is_whole(value) and value >= least
-
-
 def _are_levels(value: object) -> TypeGuard[Levels]:
     """Whether `value` is pairs of ascending periods and ascending numbers of ranks, each dividing the next number."""
     if not (isinstance(value, tuple) and value and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value)):
         return False
-    if not all(_is_whole(period, 1) and _is_whole(size, 2) for period, size in value):
+    if not all(map(arguments.is_whole, chain(*value))):
         return False
-    return all(b < period and held < size and size % held == 0 for (b, held), (period, size) in pairwise(value))
+    pairs = pairwise([(0, 1), *value])  # so the first period is at least 1, and its number at least 2
+    return all(b < period and held < size and size % held == 0 for (b, held), (period, size) in pairs)

@@ -67,8 +67,7 @@ class Backward(NamedTuple):
         total, weight, alone = self.total.detach(), self.weight, local or axis.size == 1
         if weight is None:
             # a copy, since a loss may be a parameter, which the optimizer overwrites
-            mean: torch.Tensor = total.clone() if alone else collectives.pmean(total, axis)
-            return mean, None
+            return total.clone() if alone else collectives.pmean(total, axis), None
         if not alone:
             total, weight = collectives.psum((total, weight), axis)
         fault = int(axis.ranks.read(unusable(weight), "the sum of the weights"))

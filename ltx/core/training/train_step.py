@@ -186,8 +186,7 @@ class TrainStep(TrainSettings):
         params, states = state.trained, state.sync_state.leaves
         got = strategy.finish(params, states, info, state.pending)
         params, states = check_next(strategy, "finish", got, params, states)
-        sync_state = replace(state.sync_state, leaves=states)
-        return replace(state, params=params, sync_state=sync_state, pending=None).by(self)
+        return replace(state, params=params, sync_state=replace(state.sync_state, leaves=states), pending=None).by(self)
 
     def gather(self, state: TrainState) -> TrainState:
         """`state` with the whole optimizer state on every rank, if the strategy shards it. Every rank calls this.
@@ -202,8 +201,7 @@ class TrainStep(TrainSettings):
             return state
         info = StepInfo(state.sync_state.checked_step(), comm.resolve(self.step.axis))
         opt_state = self.step.strategy.gather_optimizer(self.optimizer, state.trained, state.opt_state, info)
-        layout = replace(state.layout, opt_state="replicated")
-        return replace(state, opt_state=opt_state, layout=layout).by(self)
+        return replace(state, opt_state=opt_state, layout=replace(state.layout, opt_state="replicated")).by(self)
 
     @traced.whole
     def __call__(self, state: TrainState, *args: Any, **named: Any) -> tuple[TrainState, Metrics]:
