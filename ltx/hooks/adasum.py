@@ -82,10 +82,8 @@ class Adasum(CommHook):
         return halving.joined((yield CollectiveRequest("all_gather", piece[0]))), inputs.states
 
 
-# --- on the CPU, eagerly: in pieces that stay in the cache -----------------------------------------------------------
-
-
 def _products(halving: collectives.Halving, a: torch.Tensor, b: torch.Tensor, level: int) -> torch.Tensor:
+    """As :meth:`Halving.products`, on the CPU, eagerly: in pieces that stay in the cache."""
     sums = [[0.0, 0.0, 0.0] for _ in halving.sizes]
     a, b = a.view(-1), b.view(-1)
     memory = torch.empty((2, min(_PIECE, a.numel())), dtype=torch.float64, device="cpu")

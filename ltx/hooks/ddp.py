@@ -26,9 +26,7 @@ class LookAlike:
     """A bucket, not divided by the number of ranks, with the interface of DDP's, which Python can't construct."""
 
     def __init__(self, inputs: BucketInput, owner: "FromTorch"):
-        self._buffer = inputs.flat
-        self._share = inputs
-        self._owner = owner
+        self._buffer, self._share, self._owner = inputs.flat, inputs, owner
         self.refused: UnsupportedError | None = None
 
     def index(self) -> int:
@@ -206,8 +204,7 @@ class ToTorch:
         if not (names is None or isinstance(names, Mapping | DistributedDataParallel)):
             raise HookError(f"to_torch: names must be None, a DDP or its named parameters, got {brief(names)}.")
         needs.require("bucket of DDP, hook", hook, "", hook.each((), part=True) is None)
-        self.hook = hook
-        self.step = 0
+        self.hook, self.step = hook, 0
         self._group = names.process_group if isinstance(names, DistributedDataParallel) else None
         given = dict(names.module.named_parameters()) if isinstance(names, DistributedDataParallel) else names
         # The key is the id. The tensor is kept too, so that no other tensor can get the same id.

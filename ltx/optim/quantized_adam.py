@@ -22,6 +22,7 @@ from ltx.extend import OptimizerOffers, arguments, buffers, optimizers, tree
 from ltx.typing import Tree
 
 Tensors = list[Tensor]
+States = list[LeafState]
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,7 +61,7 @@ class QAdamOptimizer(optimizers.TorchOptimizer):
         return state
 
     def _run(
-        self, count: int, values: Any, grads: Tensors, states: list[Any], params: Tensors, differentiable: bool = False
+        self, count: int, values: Any, grads: Tensors, states: States, params: Tensors, differentiable: bool = False
     ) -> None:
         if count < self.warmup_steps - self.bagua_exact:
             super()._run(count, values, grads, states, params, differentiable)

@@ -15,10 +15,9 @@ from typing import Any, Literal, TypeGuard
 
 import torch
 
-from ltx import hooks
+from ltx import Axis, hooks
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.extend import (
-    Axis,
     Bucket,
     LeafState,
     Old,
@@ -30,7 +29,6 @@ from ltx.extend import (
     Update,
     arguments,
     around,
-    brief,
     buffers,
     collectives,
     communicate_after_update,
@@ -119,7 +117,7 @@ class HorovodStrategy(Strategy):
                 raise self._wrong("scale_lr", 'False with op="adasum", which keeps one rank\'s learning rate')
 
     def _wrong(self, field: str, allowed: str) -> StrategyError:
-        return StrategyError(f"HorovodStrategy.{field} must be {allowed}, got {brief(getattr(self, field))}.")
+        return StrategyError(f"HorovodStrategy.{field} must be {allowed}, got {arguments.brief(getattr(self, field))}.")
 
     @property
     def _moves(self) -> AdasumOfMoves:
