@@ -17,7 +17,7 @@ from itertools import count
 
 import torch
 
-from ltx import Axis, hooks
+from ltx import extend, hooks
 from ltx.errors import StrategyError
 from ltx.extend import Exchange, LeafState, Update, arguments, exchange, needs, negotiate, optimizers, states_of, tree
 from ltx.hooks.plain import EXACT, resolve_hook, resolved
@@ -147,7 +147,7 @@ class DiLoCoStrategy(Strategy):
         own = hook.state_names or hook.reads_step
         return StateLayout("per_rank", "per_rank", "per_rank", "per_rank" if own else "replicated")
 
-    def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Tree:
+    def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: extend.Axis) -> Tree:
         refuse_complex(self, params)
         leaves = tree.flatten(params)[0]
         if self.fragments > max(1, len(leaves)):

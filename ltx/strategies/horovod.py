@@ -15,13 +15,13 @@ from typing import Any, Literal, TypeGuard
 
 import torch
 
-from ltx import Axis, hooks
+from ltx import hooks
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.extend import (
+    Axis,
     Bucket,
     LeafState,
     Old,
-    Optimizer,
     Packing,
     PostUpdateHook,
     PostUpdateResult,
@@ -37,6 +37,7 @@ from ltx.extend import (
 )
 from ltx.hooks.combined import in_half
 from ltx.hooks.plain import EXACT, resolve_hook, resolved
+from ltx.optim import Optimizer
 from ltx.strategies import StateLayout, States, StepInfo, Strategy, Updated
 from ltx.typing import Tree
 
