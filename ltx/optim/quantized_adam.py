@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ltx.errors import OptimError
-from ltx.extend import OptimizerOffers, arguments, buffers, optimizers, tree
+from ltx.extend import LeafState, OptimizerOffers, arguments, buffers, optimizers, tree
 from ltx.typing import Tree
 
 Tensors = list[Tensor]
