@@ -61,7 +61,7 @@ class Passes:
     """The passes and steps of one axis on this rank."""
 
     def __init__(self, axis_comm: OfAxis):
-        self._comm = axis_comm
+        self._comm, self._own = axis_comm, axis_comm.peers.own
         self._under_way: list[BackwardPass] = []
         self.step: int | None = None  # the number of the training step that is under way
         self._thread = 0  # which runs that step
@@ -90,7 +90,7 @@ class Passes:
         self.call = self._calls()
         committed: list[bool] = []
         around, self.step, self._thread = self.step, number, threading.get_ident()
-        sent = self._comm.peers.own.sent
+        sent = self._own.sent
         try:
             yield partial(committed.append, True)
         except BaseException as error:
@@ -108,7 +108,7 @@ class Passes:
         if self.step is not None:  # of a training step, which is left as a whole
             yield
             return
-        self.call, sent = self._calls(), self.sent()
+        self.call, sent = self._calls(), self._own.sent
         try:
             yield
         except TracedValueError:
@@ -135,7 +135,7 @@ class Passes:
 
     def enter(self) -> BackwardPass:
         """A pass begins. An earlier pass that the engine has dropped is found here."""
-        entered = BackwardPass(self.sent())
+        entered = BackwardPass(self._own.sent)
         self.find_dropped()
         self._under_way.append(entered)
         return entered
@@ -163,21 +163,15 @@ class Passes:
         task = private.graph_task()
         return task >= 0 and any(entered.task == task and not entered.is_done for entered in self._under_way)
 
-    def sent(self) -> int:
-        """The number of collectives that this rank has issued on all axes of its world."""
-        return int(self._comm.peers.own.sent)
-
     def _calls(self) -> int:
-        calls = int(self._comm.first_phase.issued)
-        for axis in self._comm.peers.own.axes:
-            calls += axis.user.issued
-        return calls
+        issued: list[int] = [axis.user.issued for axis in self._own.axes]
+        return sum(issued, int(self._comm.first_phase.issued))
 
     def leave(self, why: BaseException | str, sent: int, what: str = "") -> None:
         """Leave a step or pass, before which this rank had `sent` so many collectives, because of an exception."""
         of_peers = errors.CollectiveTimeoutError, errors.DeadlockDetectedError, errors.PeerLostError
         failed = isinstance(why, of_peers) or any(channel.failed for channel in self._comm.channels)
-        if failed or (sent != self.sent() and any(axis.size > 1 for axis in self._comm.peers.own.axes)):
+        if failed or (sent != self._own.sent and any(axis.size > 1 for axis in self._own.axes)):
             self.end_world(why, what)  # a rank that is alone can't be out of step with another
         elif self.failed is None:
             self.raised = Failed(errors.said_of(why), what=what or self._what, call=self.call)
@@ -195,7 +189,7 @@ class Passes:
 
     def end_world(self, why: BaseException | str, what: str = "") -> None:
         """This rank issues nothing more on any axis of its world, because of an exception in a pass, or in `what`."""
-        for axis in list(self._comm.peers.own.axes):
+        for axis in list(self._own.axes):
             axis.passes.fail(Failed(errors.said_of(why), isinstance(why, errors.PeerLostError), what or self._what))
         self._comm.peers.tell()
 

@@ -274,7 +274,7 @@ class Exchange:
             self._pending = Pending(axis_comm, None, lambda on, phase: on.background, self._kind, on_host)
         else:
             self._pending = Pending(axis_comm, what=self._kind)
-            self._pending.sent = axis_comm.passes.sent()
+            self._pending.sent = axis_comm.peers.own.sent
             axis_comm.first_phase.refuse_recording(name)
             self._pending.summary = comm.begin_pass(axis_comm, axis_comm, name, plan.agreement)
         for bucket, its in given:
