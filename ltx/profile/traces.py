@@ -23,13 +23,14 @@ import torch.distributed as dist
 from ltx.core import collectives
 from ltx.core.base import tree
 from ltx.core.base.arguments import brief, checked, whole
-from ltx.core.base.readable import Shown, Table, format_bytes, format_seconds, many
+from ltx.core.base.readable import Table
 from ltx.core.comm.ledger import Event, Recording, recorded
 from ltx.core.comm.operations import OPERATIONS
 from ltx.core.training import TrainState
 from ltx.core.training.train_state import counted
 from ltx.core.training.train_step import TrainStep
 from ltx.errors import InputError, UnsupportedError
+from ltx.profile.shown import Shown, format_bytes, format_seconds, many
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,8 +17,9 @@ from itertools import islice
 from typing import Any, Generic, NamedTuple, TextIO, TypeVar
 
 from ltx.core.base.arguments import checked
-from ltx.core.base.readable import Curves, Shown, Table, format_seconds
+from ltx.core.base.readable import Table
 from ltx.core.world.world import world
+from ltx.profile.shown import Curves, Shown, format_seconds
 
 T = TypeVar("T")
 
