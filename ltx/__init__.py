@@ -39,7 +39,7 @@ try:
     from ltx.core.world.init import init, to_device
     from ltx.core.world.world import World, shutdown, world
     from ltx.peers.debug import debug_checks
-    from ltx.peers.meeting import Meeting as _Meeting
+    from ltx.peers.meeting import meet as _meet
     from ltx.peers.negotiation import Negotiation as _Negotiation
     from ltx.runtime import launchers as _launchers
     from ltx.runtime.tracebacks import hide_ours
@@ -47,7 +47,7 @@ try:
     from ltx.strategies import DDPStrategy
 
     _HandedIn.hooks, _HandedIn.strategy, _HandedIn.launchers = hooks, DDPStrategy(), _launchers
-    _HandedIn.meeting, _HandedIn.peers, _HandedIn.transport = _Meeting, _Negotiation, open_transport
+    _HandedIn.meeting, _HandedIn.peers, _HandedIn.transport = _meet, _Negotiation, open_transport
 
     # --- training
     from ltx.core.training import *

@@ -3,27 +3,71 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ltx.core.base.errors import LtxError, PeerLostError, WorldError
-from ltx.core.comm.backends import look_out
+from ltx.core.comm.backends import look_out, looking_out
 from ltx.core.comm.passes import Failed
 from ltx.core.comm.store_exchange import StoreExchange, poll_until
-from ltx.core.world.groups import HERE
-from ltx.core.world.world import Placement, World
+from ltx.core.world.world import Placement, World, process
+from ltx.peers.addresses import interfaces, is_loopback, open_store, own_address_towards
 from ltx.peers.diagnosis import INIT, Status, Watched, silent_of
 from ltx.peers.patient_store import TimeoutStore
 from ltx.peers.watcher import Watcher
 
+#: The key in the store of a world that is being made at which its ranks say that they have come.
+HERE = "here"
 # How long a rank that can't make its part of the world, or that holds the store where it is told, waits for the others.
 _TELL_S = 5.0
 _ANSWER_S = 30.0  # how long the store may take to answer while ranks connect: it resolves their host names one by one
+
+
+def meet(
+    placement: Placement, world: World, timeout: timedelta, heartbeat_s: float, undo: ExitStack, meanwhile: ExitStack
+) -> tuple[Meeting, Store]:
+    """The meeting of a world's ranks, which ends with `meanwhile`, once all have come; and their store, for torch."""
+    assert placement.master is not None
+    address, port = placement.master
+    store = process.stores.get(placement)
+    if store is None:
+        holds = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        store = open_store(address, port, holds, timeout)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # When the launcher restarts ranks, its store still holds keys of the earlier ranks.
+            store = PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        process.stores[placement] = store
+    store.set_timeout(timeout)
+    world_store = PrefixStore(f"ltx/{process.worlds}", store)
+    # A rank makes its three connections to the store before its peers hear of it. This connection is only for
+    # torch, in this world: it is abandoned if gloo still waits on it at the end.
+    apart = world_store.clone()  # type: ignore[attr-defined]
+    meeting = Meeting(world_store, world, timeout.total_seconds(), heartbeat_s)
+    meanwhile.enter_context(meeting)
+    meanwhile.enter_context(looking_out(meeting.look))
+    addresses = meeting.gather(own_address_towards(address, port))
+    meeting.watcher.expect_answers()
+    # A node may resolve its own name to a loopback address, which its peers can't reach.
+    outside = [other for other in addresses if other and not is_loopback(other)]
+    mine = addresses[world.rank]
+    mine = own_address_towards(outside[0], port) if outside and is_loopback(mine) else mine
+    interface = next((name for name, its in interfaces().items() if its == mine != ""), "")
+    if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+        undo.callback(os.environ.pop, "GLOO_SOCKET_IFNAME", None)
+    return meeting, apart
+
+
+def next_is_begun() -> bool:
+    """Whether a peer makes the world after this one already."""
+    return any(store.check([f"ltx/{process.worlds + 1}/{HERE}"]) for store in process.stores.values())
 
 
 class Meeting(Watched):

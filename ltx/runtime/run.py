@@ -23,8 +23,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from ltx.core.base.private import PrefixStore
-from ltx.core.world.groups import loopback_store
 from ltx.core.world.world import LOOPBACK
+from ltx.peers.addresses import loopback_store
 from ltx.runtime.failures import CONSEQUENCES, exit_text
 from ltx.runtime.placement import DEFAULT_PORT
 

@@ -31,10 +31,11 @@ import torch.distributed as dist
 from ltx.core import comm
 from ltx.core.comm.pickling import KEY, named
 from ltx.core.ranks.axis import set_world_axes
-from ltx.core.world.groups import loopback_store, next_is_begun
 from ltx.core.world.init import again, init, renew
 from ltx.core.world.world import LOOPBACK, abandon, accelerators, calls, forget, go_on, process
 from ltx.errors import LtxError, UnsupportedError, WorkerError
+from ltx.peers.addresses import loopback_store
+from ltx.peers.meeting import next_is_begun
 from ltx.peers.negotiation import Negotiation
 from ltx.peers.watcher import Watcher
 from ltx.runtime import messages, show

@@ -11,7 +11,7 @@ class HandedIn:
     hooks: Any = None  # ltx.hooks
     launchers: Any = None  # ltx.runtime.launchers: where this process stands, and reports to who has started it
     strategy: Any = None  # of steps that are given none; made once: Dynamo can't make it while it traces
-    meeting: Any = None  # (store, world, timeout_s, heartbeat_s) -> how the ranks of a world that is made meet
+    meeting: Any = None  # how the ranks of a world that is made meet: ltx.peers.meeting.meet
     peers: Any = None  # (communicator, axis' name, heartbeat_s) -> who knows them, an ltx.core.comm.peers.Peers
     #: (rank, exchange) -> an ltx.core.comm.transport.Transport, which is among `open_transports` there until it is
     #: closed; None if the ranks share nothing.

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
-import ipaddress
 import math
 import os
 import socket
-import struct
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,19 +16,15 @@ import torch.distributed.distributed_c10d as c10d
 
 # imported before any world: its functions bind the world's group as a default
 import torch.distributed.nn.functional
-from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ltx.core.base.errors import WorldError
 from ltx.core.base.handed_in import HandedIn
-from ltx.core.comm.backends import HOST_BLOCKING, LATER, backends_of, connecting, looking_out, set_up_watchdog
+from ltx.core.comm.backends import HOST_BLOCKING, LATER, backends_of, connecting, set_up_watchdog
 from ltx.core.comm.registry import close_axis, open_axis
 from ltx.core.comm.store_exchange import StoreExchange
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import mesh_part
-from ltx.core.world.world import LOOPBACK, Placement, World, process, world_of
-
-#: The key in the store of a world that is being made at which its ranks say that they have come.
-HERE = "here"
+from ltx.core.world.world import Placement, World, process, world_of
 
 #: The sizes of a world's axes by name, outermost first.
 Mesh = tuple[tuple[str, int], ...]
@@ -67,32 +56,7 @@ def make_group(
     address, port = placement.master
     process.worlds, process.abandoned = process.worlds + 1, False
     try:
-        store = process.stores.get(placement)
-        if store is None:
-            holds = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-            store = _open_store(address, port, holds, timeout)
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                # When the launcher restarts ranks, its store still holds keys of the earlier ranks.
-                store = PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-            process.stores[placement] = store
-        store.set_timeout(timeout)
-        world_store = PrefixStore(f"ltx/{process.worlds}", store)
-        # A rank makes its three connections to the store before its peers hear of it. This connection is only for
-        # torch, in this world: it is abandoned if gloo still waits on it at the end.
-        apart = world_store.clone()  # type: ignore[attr-defined]
-        meeting = HandedIn.meeting(world_store, world, timeout.total_seconds(), heartbeat_s)
-        meanwhile.enter_context(meeting)
-        meanwhile.enter_context(looking_out(meeting.look))
-        addresses = meeting.gather(own_address_towards(address, port))
-        meeting.watcher.expect_answers()
-        # A node may resolve its own name to a loopback address, which its peers can't reach.
-        outside = [other for other in addresses if other and not is_loopback(other)]
-        mine = addresses[world.rank]
-        mine = own_address_towards(outside[0], port) if outside and is_loopback(mine) else mine
-        interface = next((name for name, its in interfaces().items() if its == mine != ""), "")
-        if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
-            os.environ["GLOO_SOCKET_IFNAME"] = interface
-            undo.callback(os.environ.pop, "GLOO_SOCKET_IFNAME", None)
+        meeting, apart = HandedIn.meeting(placement, world, timeout, heartbeat_s, undo, meanwhile)
         _refuse_shared_devices(meeting.exchange, world)
         set_up_watchdog()
         torchs: Any = c10d
@@ -114,11 +78,6 @@ def make_group(
     return meeting
 
 
-def next_is_begun() -> bool:
-    """Whether a peer makes the world after this one already."""
-    return any(store.check([f"ltx/{process.worlds + 1}/{HERE}"]) for store in process.stores.values())
-
-
 def _refuse_shared_devices(exchange: StoreExchange, world: World) -> None:
     """Raise on all ranks if two compute on one accelerator; NCCL 2.30 has a setting that allows it, for tests."""
     if world.device.type == "cpu" or world.backend in HOST_BLOCKING:
@@ -137,84 +96,6 @@ def _refuse_shared_devices(exchange: StoreExchange, world: World) -> None:
                 "rank a device. Start fewer ranks on that node, show each its own device (CUDA_VISIBLE_DEVICES), or "
                 'pass backend="gloo".'
             )
-
-
-def _open_store(address: str, port: int, holds: bool, timeout: timedelta) -> Store:
-    """Connect to the store at `address`; a loopback one is for this machine. `holds`: here; port 0 is a free one."""
-    try:
-        socket.getaddrinfo(address, None)
-    except OSError as error:  # else torch would retry until the timeout
-        raise WorldError(
-            f"the ranks are to meet at {address!r}, a host that isn't known here: {error}. Check MASTER_ADDR, or the "
-            "master that ltx.init was given: the name or address of rank 0's machine."
-        ) from error
-    options: dict[str, Any] = {"is_master": holds, "timeout": timeout, "wait_for_workers": False, "multi_tenant": True}
-    if holds and is_loopback(address):
-        with suppress(OSError):  # this process holds a store there already, or else torch raises again
-            at = LOOPBACK if address == "localhost" else address, port
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            options["master_listen_fd"] = socket.create_server(at, family=family, backlog=2048).detach()
-    open_it: Callable[[], Store] = partial(dist.TCPStore, address, port, **options)  # type: ignore[attr-defined]
-    return open_it() if holds else _connected(open_it, address, port, timeout.total_seconds())
-
-
-def _connected(connect: Callable[[], Store], address: str, port: int, timeout_s: float) -> Store:
-    """The store of ``connect()``, in a thread: a program that never answers would keep torch there, deaf to Ctrl-C."""
-    connected: Future[Store] = Future()
-
-    def run() -> None:
-        try:
-            connected.set_result(connect())
-        except BaseException as error:
-            connected.set_exception(error)
-
-    threading.Thread(target=run, name="ltx-connects", daemon=True).start()
-    try:
-        return connected.result(timeout_s)
-    except TimeoutError:
-        try:
-            socket.create_connection((address, port), 1.0).close()
-        except OSError as error:
-            raise TimeoutError(f"nothing listens there ({error}): rank 0 hasn't come to ltx.init.") from None
-        raise TimeoutError(
-            "what listens there takes connections and doesn't answer as rank 0's store does: another program has the "
-            "port, or its process is stopped."
-        ) from None
-
-
-def is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
-
-
-def loopback_store(port: int) -> Any:
-    """A new store that this process holds at `port` (0: a free one), for this machine alone."""
-    return _open_store(LOOPBACK, port, True, timedelta(minutes=5))
-
-
-def own_address_towards(host: str, port: int) -> str:
-    """The address of this machine from which it reaches `host`; "" if it can't reach it."""
-    with suppress(OSError):
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # which sends nothing
-            return str(probe.getsockname()[0])
-    return ""
-
-
-def interfaces() -> dict[str, str]:
-    """The IPv4 address of every network interface; "" for an interface without one."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            try:  # SIOCGIFADDR of Linux
-                reply = fcntl.ioctl(any_socket.fileno(), 0x8915, struct.pack("256s", name.encode()))
-                found[name] = socket.inet_ntoa(reply[20:24])
-            except OSError:
-                found[name] = ""
-    return found
 
 
 def check_mesh(mesh: Mesh, world: World) -> None:
