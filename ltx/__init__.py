@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from ltx import checkpoint, profile, tensor_parallel
     from ltx.core.training.mixed_precision import DynamicLossScale, Precision, mixed_precision
     from ltx.data import DataPosition, rank_zero_first, share_out, uneven
+    from ltx.hooks.adasum import adasum
     from ltx.record import Replayed, record_messages, replay
     from ltx.runtime.per_rank import PerRank
     from ltx.runtime.pool import Pool, launch
@@ -85,6 +86,7 @@ _LATER = {
     "LocalSGDStrategy": "ltx.strategies.local_sgd",
     "PerRank": "ltx.runtime.per_rank",
     "ZeroStrategy": "ltx.strategies.zero",
+    "adasum": "ltx.hooks.adasum",
 }
 _LATER_SUBMODULES = ("checkpoint", "profile", "tensor_parallel")
 
@@ -101,7 +103,7 @@ __all__ += [
     "uneven",
 ]
 __all__ += ["PerRank", "Pool", "Replayed", "debug_checks", "launch", "progress", "record_messages", "replay", "show"]
-__all__ += _collectives.__all__
+__all__ += [*_collectives.__all__, "adasum"]
 __all__ += _training.__all__
 __all__ += _transforms.__all__
 

@@ -94,7 +94,7 @@ __all__ = [
 #: Names of before, by the module that has them now.
 _MOVED = {
     "buffers": "CHUNK chunks is_plain pack prefers_few_calls unpack",
-    "collectives": "Halving told wide",
+    "collectives": "told wide",
     "comm": "as_bytes view_as",
     "optimizers": "ClipByGlobalNorm advanced members_of times_lr with_members",
 }

@@ -17,7 +17,7 @@ KINDS = ("collective", "hook", "strategy", "optimizer", "step")
 LISTS = "copies a list of ranks to the device, once a call"
 #: Where ltx waits for a device, and why.
 WAITS = {
-    "core/collectives/adasum.py: _part_of (torch.tensor(device=))": LISTS,
+    "hooks/adasum.py: _part_of (torch.tensor(device=))": LISTS,
     "core/collectives/permute.py: _moved (torch.tensor(device=))": LISTS,
     "core/ranks/batched.py: <listcomp> (torch.tensor(device=))": LISTS,
     "core/ranks/batched.py: on_stack (a copy to or from the CPU)": LISTS,

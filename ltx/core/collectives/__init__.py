@@ -1,13 +1,12 @@
 """Collectives. Each file defines operations with their transposes, by rules of :mod:`ltx.core.collectives.linear`."""
 
-from ltx.core.collectives.adasum import Halving as Halving
-from ltx.core.collectives.adasum import adasum
 from ltx.core.collectives.calls import collective as collective
 from ltx.core.collectives.calls import counted as counted
 from ltx.core.collectives.gather import AllGatherGrad, all_gather, gather, psum_scatter, scatter
 from ltx.core.collectives.permute import all_to_all, ppermute
 from ltx.core.collectives.psum import axis_size, broadcast, pmean, psum, psum_to, pvary
 from ltx.core.collectives.ranks import axis_index, rank_seed, shard
+from ltx.core.collectives.ranks import begun as begun
 from ltx.core.collectives.reduce import pargmax, pargmin, pmax, pmin, reduce, reduce_boolean_decision, weighted_mean
 from ltx.core.collectives.reduce import wide as wide
 from ltx.core.collectives.uneven import all_gather_object, barrier, broadcast_object, gather_all_tensors
@@ -16,7 +15,6 @@ from ltx.core.ranks.backings import Rule as Rule
 
 __all__ = [
     "AllGatherGrad",
-    "adasum",
     "all_gather",
     "all_gather_object",
     "all_to_all",

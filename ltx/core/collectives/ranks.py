@@ -8,7 +8,7 @@ batch, or of fields, in which tensors are as long as the batch. If it could be e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
@@ -19,7 +19,15 @@ from ltx.core.base import traced, tree
 from ltx.core.base.arguments import checked
 from ltx.core.base.containers import PLAIN, advice_for
 from ltx.core.base.errors import AxisError, TreeError, UnsupportedError
-from ltx.core.collectives.calls import in_graph_index, known_rank, prepare_trace
+from ltx.core.collectives.calls import (
+    check_dense,
+    check_sums,
+    in_graph_index,
+    known_rank,
+    negotiate_tree,
+    prepare_trace,
+    refuse_leaves,
+)
 from ltx.core.collectives.psum import axis_size
 from ltx.typing import Tree
 
@@ -41,6 +49,24 @@ def axis_index(axis: Any = None) -> torch.Tensor:
         tensor([0., 1., 2.])
     """
     return in_graph_index(prepare_trace(axis)) if traced.recording() else comm.resolve(axis).index()
+
+
+def begun(
+    name: str, value: Tree, axis: Any, is_bad: Callable[[Any], bool], why: str
+) -> tuple[list[torch.Tensor], Any, int | torch.Tensor]:
+    """Of a collective `name` that is made of others: the leaves of `value`, of which none `is_bad` and which ranks have
+    compared, their structure, and this rank's index; a 0-dim tensor on simulated ranks and in graphs.
+    """
+    leaves, spec = tree.flatten(value)
+    tree.check_leaves(leaves, value, f"{name}: its argument")
+    refuse_leaves(name, leaves, value, is_bad, why, TreeError)
+    if traced.recording():
+        return leaves, spec, axis_index(axis)
+    check_dense(name, leaves, value)
+    check_sums(name, leaves, value)
+    found = comm.resolve(axis)
+    negotiate_tree(name, value, leaves, spec, [() for _ in leaves], found)
+    return leaves, spec, found.rank
 
 
 @checked("seed")
