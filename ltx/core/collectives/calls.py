@@ -12,6 +12,7 @@ import torch
 
 from ltx.core import comm
 from ltx.core.base import errors, private, traced, tree
+from ltx.core.base.arguments import checked
 from ltx.core.base.containers import of_array
 from ltx.core.base.errors import AxisError, Kind, LtxError, UnsupportedError
 from ltx.core.collectives.linear import RULES, Rule, Static, apply, entered
@@ -53,6 +54,11 @@ def counted(collective: Callable[P, R]) -> Callable[P, R]:
             raise
 
     return wrapped
+
+
+def public(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a collective that is :func:`counted`, and whose arguments `names` are checked."""
+    return lambda collective: counted(checked(*names)(collective))
 
 
 def _found(axis: Any) -> Axis:

@@ -16,8 +16,7 @@ from typing import Any, Literal, cast
 import torch
 
 from ltx.core.base import tree
-from ltx.core.base.arguments import checked
-from ltx.core.collectives.calls import checked_index, collective, counted, grouped, tensors_of
+from ltx.core.collectives.calls import checked_index, collective, grouped, public, tensors_of
 from ltx.core.collectives.linear import Static, add_rule, only_at
 from ltx.core.collectives.psum import GradScale, countable, scale_gradient
 from ltx.core.collectives.uneven import all_gather_uneven, check_parts, dim_of, is_uneven, psum_scatter_uneven
@@ -44,7 +43,6 @@ def _one_more_dim(static: Static) -> Static:
 
 add_rule(
     name="all_gather",
-    operation="all_gather",
     moves=True,
     after=lambda result, x, rank, n, static: spread(result, static),
     stacked=lambda xs, n, static: (spread(xs, static).clone(), False),
@@ -55,7 +53,6 @@ add_rule(
 
 add_rule(
     name="psum_scatter",
-    operation="psum_scatter",
     before=lambda x, n, static: split(x, n, static).contiguous(),
     stacked=lambda xs, n, static: (split(xs.sum(0, dtype=xs.dtype), n, static), True),
     alone=lambda x, static: split(x, 1, static).squeeze(0),
@@ -65,7 +62,6 @@ add_rule(
 
 add_rule(
     name="gather",
-    operation="gather",
     moves=True,
     after=lambda result, x, rank, n, static: spread(result, static),
     stacked=lambda xs, n, static: only_at(spread(xs, static), n, static[0]),
@@ -77,7 +73,6 @@ add_rule(
 
 add_rule(
     name="scatter",
-    operation="scatter",
     moves=True,
     before=lambda x, n, static: split(x, n, static).contiguous(),
     stacked=lambda xs, n, static: (split(xs[static[0]], n, static).clone(), True),
@@ -88,8 +83,7 @@ add_rule(
 )
 
 
-@counted
-@checked("dim", "tiled", "sync_grads", "splits", "axis_index_groups")
+@public("dim", "tiled", "sync_grads", "splits", "axis_index_groups")
 def all_gather(
     value: Tree,
     axis: Any = None,
@@ -141,8 +135,7 @@ def all_gather(
     return collective("all_gather", scaled, axis, lambda x, n: _place("all_gather", x, dim, tiled), then)
 
 
-@counted
-@checked("dim", "tiled", "splits", "axis_index_groups")
+@public("dim", "tiled", "splits", "axis_index_groups")
 def psum_scatter(
     value: Tree,
     axis: Any = None,
@@ -188,8 +181,7 @@ def psum_scatter(
     return collective("psum_scatter", scaled, axis, lambda x, n: _place("psum_scatter", x, dim, tiled, n))
 
 
-@counted
-@checked("dst", "dim", "tiled")
+@public("dst", "dim", "tiled")
 def gather(value: Tree, dst: int = 0, axis: Any = None, *, dim: int = 0, tiled: bool = False) -> Tree:
     """Gather every rank's tensor on rank `dst` only, which sends 1/n of the bytes of :func:`all_gather`.
 
@@ -223,8 +215,7 @@ def gather(value: Tree, dst: int = 0, axis: Any = None, *, dim: int = 0, tiled: 
     )
 
 
-@counted
-@checked("src", "dim", "tiled")
+@public("src", "dim", "tiled")
 def scatter(value: Tree, src: int = 0, axis: Any = None, *, dim: int = 0, tiled: bool = False) -> Tree:
     """Split rank `src`'s tensor into parts, one for each rank.
 

@@ -35,8 +35,8 @@ def at_places(values: Sequence[Any], places: Sequence[int], others: Iterable[Any
 
 
 def add_rule(name: str, **fields: Any) -> None:
-    """Add a rule to the table; the arguments are those of :class:`Rule`."""
-    RULES[name] = Rule(name, **fields)
+    """Add a rule to the table; the arguments are those of :class:`Rule`. The operation has its name by default."""
+    RULES[name] = Rule(name, **{"operation": name, **fields})
 
 
 @traced.at_trace_time

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 
 from ltx.core.base import tree
-from ltx.core.base.arguments import brief, checked, is_whole, shown
+from ltx.core.base.arguments import brief, is_whole, shown
 from ltx.core.base.errors import AxisError
-from ltx.core.collectives.calls import collective, counted, grouped
+from ltx.core.collectives.calls import collective, grouped, public
 from ltx.core.collectives.gather import split, spread
 from ltx.core.collectives.linear import Static, add_rule
 from ltx.core.collectives.psum import axis_size
@@ -33,7 +33,6 @@ def _exchanged(xs: torch.Tensor, n: int, static: Static) -> tuple[torch.Tensor, 
 
 add_rule(
     name="all_to_all",
-    operation="all_to_all",
     moves=True,
     before=lambda x, n, static: split(x, n, static[::2]).contiguous(),
     after=lambda result, x, rank, n, static: spread(result, static[1:]),
@@ -58,7 +57,6 @@ def _moved(xs: torch.Tensor, n: int, static: Static) -> tuple[torch.Tensor, bool
 
 add_rule(
     name="ppermute",
-    operation="ppermute",
     moves=True,
     stacked=_moved,
     alone=lambda x, static: x if static else torch.zeros_like(x),
@@ -67,8 +65,7 @@ add_rule(
 )
 
 
-@counted
-@checked("split_dim", "concat_dim", "tiled", "splits", "axis_index_groups")
+@public("split_dim", "concat_dim", "tiled", "splits", "axis_index_groups")
 def all_to_all(
     value: Tree,
     split_dim: int,
@@ -138,8 +135,7 @@ def all_to_all(
 _NO_PAIRS = (str, bytes, Mapping, torch.Tensor)
 
 
-@counted
-@checked()
+@public()
 def ppermute(value: Tree, perm: Iterable[tuple[int, int]], axis: Any = None) -> Tree:
     """Send each rank's tensor to at most one rank.
 

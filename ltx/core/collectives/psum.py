@@ -27,7 +27,6 @@ from ltx.typing import Tree
 
 add_rule(
     name="psum",
-    operation="psum",
     stacked=lambda xs, n, static: (xs.sum(0, dtype=xs.dtype), False),
     transpose=lambda shape, static: ("psum", ()),
 )
@@ -42,7 +41,6 @@ add_rule(
 
 add_rule(
     name="broadcast",
-    operation="broadcast",
     moves=True,
     stacked=lambda xs, n, static: (xs[static[0]].clone(), False),
     transpose=lambda shape, static: ("psum_to", static),
@@ -59,8 +57,7 @@ add_rule(
 )
 
 
-@calls.counted
-@checked("axis_index_groups", "prescale", "postscale")
+@calls.public("axis_index_groups", "prescale", "postscale")
 def psum(
     value: Tree,
     axis: Any = None,
@@ -165,8 +162,7 @@ def is_one(factor: float | torch.Tensor) -> bool:
     return not isinstance(factor, torch.Tensor) and factor == 1
 
 
-@calls.counted
-@checked("axis_index_groups")
+@calls.public("axis_index_groups")
 def pmean(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> Tree:
     """The mean over ranks of every tensor of a tree. The means of integers are floats.
 
@@ -226,8 +222,7 @@ def pvary(value: Tree, axis: Any = None) -> Tree:
     return calls.collective("pvary", value, axis)
 
 
-@calls.counted
-@checked("src")
+@calls.public("src")
 def broadcast(value: Tree, src: int = 0, axis: Any = None, *, grad_scale: GradScale = "sum") -> Tree:
     """Give every rank the tree of rank `src`.
 
@@ -257,8 +252,7 @@ def broadcast(value: Tree, src: int = 0, axis: Any = None, *, grad_scale: GradSc
     return calls.collective("broadcast", scaled, axis, lambda x, n: (calls.checked_index("broadcast", "src", src, n),))
 
 
-@calls.counted
-@checked("dst")
+@calls.public("dst")
 def psum_to(value: Tree, dst: int = 0, axis: Any = None) -> Tree:
     """The sum over ranks of every tensor of a tree, on rank `dst` only.
 

@@ -16,9 +16,9 @@ import torch
 
 from ltx.core import comm
 from ltx.core.base import private, traced, tree
-from ltx.core.base.arguments import brief, checked
+from ltx.core.base.arguments import brief
 from ltx.core.base.errors import CollectiveError, InputError, TreeError, WeightError, no_mean
-from ltx.core.collectives.calls import check_dense, check_sums, collective, counted, grouped, refuse_leaves, tensors_of
+from ltx.core.collectives.calls import check_dense, check_sums, collective, grouped, public, refuse_leaves, tensors_of
 from ltx.core.collectives.gather import all_gather
 from ltx.core.collectives.linear import Static, add_rule
 from ltx.core.collectives.psum import NARROW, axis_size, countable, pmean, psum
@@ -48,7 +48,6 @@ def _add_extremum(name: str, stacked: Callable[[torch.Tensor], torch.Tensor], si
 
     add_rule(
         name=name,
-        operation=name,
         coded=coded,
         after=after,
         stacked=lambda xs, n, static: (stacked(xs), False),
@@ -76,8 +75,7 @@ def _extremum(name: str, value: Tree, axis: Any) -> Tree:
     return value
 
 
-@counted
-@checked("axis_index_groups")
+@public("axis_index_groups")
 def pmax(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> Tree:
     """The maximum over ranks of every element of a tree.
 
@@ -104,8 +102,7 @@ def pmax(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[
     return _extremum("pmax", value, grouped(axis, axis_index_groups))
 
 
-@counted
-@checked("axis_index_groups")
+@public("axis_index_groups")
 def pmin(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> Tree:
     """The minimum over ranks of every element of a tree. The rest is as in :func:`pmax`.
 
@@ -185,8 +182,7 @@ OPS: dict[str, Callable[[Tree, Any], Tree]] = {"sum": psum, "mean": pmean, "avg"
 OPS |= _BITWISE | {"product": _gathered(lambda x: x.prod(0, dtype=torch.int64 if x.dtype is torch.bool else x.dtype))}
 
 
-@counted
-@checked("keep_dtype")
+@public("keep_dtype")
 def reduce(value: Tree, op: str | None = "mean", axis: Any = None, keep_dtype: bool = False) -> Tree:
     """Reduce every tensor of a tree over the ranks by the operation called `op`.
 
@@ -245,8 +241,7 @@ def reduce(value: Tree, op: str | None = "mean", axis: Any = None, keep_dtype: b
     return tree.filled(reduced, value)
 
 
-@counted
-@checked("decision", "all")
+@public("decision", "all")
 def reduce_boolean_decision(decision: bool | torch.Tensor, all: bool = True, axis: Any = None) -> bool:
     """One decision for all ranks: whether every rank (with ``all=False`` any rank) says True.
 
@@ -279,8 +274,7 @@ def reduce_boolean_decision(decision: bool | torch.Tensor, all: bool = True, axi
     return bool((pmin if all else pmax)(said, found))
 
 
-@counted
-@checked("weight")
+@public("weight")
 def weighted_mean(value: Tree, weight: torch.Tensor | float, axis: Any = None) -> Tree:
     """The mean over ranks of every tensor of a tree, weighted by rank: sum w_r x_r / sum w_r.
 

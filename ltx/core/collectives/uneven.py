@@ -16,7 +16,7 @@ from ltx.core import comm
 from ltx.core.base import traced, tree
 from ltx.core.base.arguments import checked, shown
 from ltx.core.base.errors import AuthenticationError, AxisError, TreeError, UnsupportedError
-from ltx.core.collectives.calls import check_dense, checked_index, collective, counted, movable, tensors_of
+from ltx.core.collectives.calls import check_dense, checked_index, collective, counted, movable, public, tensors_of
 from ltx.core.collectives.linear import apply
 from ltx.core.comm.operations import from_bytes
 from ltx.core.comm.pickling import dumps
@@ -386,8 +386,7 @@ def _objects(what: str, obj: T, axis: Any, src: int | None = None) -> list[T]:
     return [got[rank] for rank in senders]
 
 
-@counted
-@checked("name")
+@public("name")
 def barrier(name: str | None = None, axis: Any = None) -> None:
     """Wait until every rank of the axis is here, and its accelerator has done all work enqueued before.
 
