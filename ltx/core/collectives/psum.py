@@ -21,7 +21,7 @@ from ltx.core.base.arguments import brief, checked
 from ltx.core.base.errors import CollectiveError, InputError, TreeError, UnsupportedError
 from ltx.core.collectives import calls
 from ltx.core.collectives.linear import Function, add_rule, only_at
-from ltx.core.collectives.uneven import agreed_lengths, gathered
+from ltx.core.collectives.uneven import gathered, told
 from ltx.core.comm.operations import as_it_is
 from ltx.typing import Tree
 
@@ -358,25 +358,32 @@ def split_sparse(value: Tree) -> tuple[Tree, Tree]:
     return sparse, tree.masked(value, sparse, there=False)
 
 
+# The length of the message sent before sparse tensors: a digest of the tree, and the number of entries of each leaf.
+_HEADER = 32
+
+
 def psum_sparse(name: str, whole: Tree, value: Tree, axis: Any) -> Tree:
     """The sums over ranks of the COO tensors of `value`, coalesced; differentiable with respect to the values. Ranks
-    compare the tree `whole`, the argument of `name`.
+    compare the tree `whole`, the argument of `name`, at each call: the first message has its digest.
     """
     found = comm.resolve(axis)
     if private.in_transform():
         raise UnsupportedError(f"{name} of a sparse tensor works outside of torch.func; use x.to_dense() there.")
     leaves, spec = tree.flatten(value)
     mine = [x.coalesce() for x in leaves]
-    every, whole_spec = tree.flatten(whole)
-    agreed, rows = agreed_lengths(
-        name,
-        [x.values().shape[0] for x in mine],
-        found,
-        lambda: (name, tree.spec_paths(whole_spec), tuple(map(tree.describe, every))),
-        lambda: comm.Signature.of(name, tree.leaf_paths(whole), every),
-    )
+    signature = comm.Signature.of(name, tree.leaf_paths(whole), tree.flatten(whole)[0])
+    rows: list[list[int]] = [[] for _ in range(found.size)]
+    for start in range(0, len(mine), _HEADER - 1):
+        counts = [x.values().shape[0] for x in mine[start : start + _HEADER - 1]]
+        header = [signature.fingerprint, *counts, *[0] * (_HEADER - 1 - len(counts))]
+        said = told(name, header, found, signature)
+        if any(row[0] != header[0] for row in said):
+            found.ranks.by_rank(signature)  # raises on every rank
+        for row, more in zip(rows, said, strict=True):
+            row.extend(more[1 : 1 + len(counts)])
     parts = [part for x in mine for part in (x.indices().T, x.values())]
     lengths = [[row[place // 2] for row in rows] for place in range(len(parts))]
+    agreed = comm.Agreement(signature, signature.fingerprint, None)
     joined = [torch.cat(each) for each in gathered(parts, [0] * len(parts), lengths, found, agreed)]
     sums = [
         torch.sparse_coo_tensor(indices.T, values, x.shape, check_invariants=False).coalesce()

@@ -7,7 +7,7 @@ of :func:`ltx.vmap` always have equal shapes, and share all objects, so these co
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -65,12 +65,12 @@ def gather_all_tensors(tensor: torch.Tensor, axis: Any = None) -> list[torch.Ten
     if tensor.ndim > _MOST_DIMS:
         raise UnsupportedError(f"gather_all_tensors: {tree.describe(tensor)} can't be sent; cast or reshape it first.")
     header = [tensor.ndim, _DTYPES.index(tensor.dtype), *tensor.shape, *(0 for _ in range(_MOST_DIMS - tensor.ndim))]
-    heads = told("gather_all_tensors", header, found)  # at every call
+    signature = comm.Signature("gather_all_tensors", (), f"{len(header)} lengths")
+    heads = told("gather_all_tensors", header, found, signature)  # at every call
     shapes = [torch.Size(head[2 : 2 + head[0]]) for head in heads]
     if len({head[1] for head in heads}) > 1:
         given = comm.Signature.of("gather_all_tensors (shapes may differ: cast to one dtype)", ["tensor"], [tensor])
         found.ranks.by_rank(given)  # raises on every rank
-    signature = comm.Signature("gather_all_tensors", ())
     agreed = comm.Agreement(signature, signature.fingerprint, None)
     moved = movable("all_gather", tensor)  # as bytes, if torch can't pad its dtype
     width = 1 if moved is tensor else tensor.itemsize
@@ -80,10 +80,12 @@ def gather_all_tensors(tensor: torch.Tensor, axis: Any = None) -> list[torch.Ten
     return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def told(what: str, numbers: list[int], axis: Axis) -> list[list[int]]:
-    """Every rank's list of integers, which must have one length: ranks compare it the first time."""
-    call = comm.Signature(what, (), f"{len(numbers)} lengths")
-    return axis.ranks.tell(f"{what}: lengths", numbers, lambda: call, lambda: (what, "lengths", len(numbers)))
+def told(what: str, numbers: list[int], axis: Axis, call: comm.Signature | None = None) -> list[list[int]]:
+    """Every rank's list of integers, which must have one length. If they are a part of a larger `call`, give its
+    signature: ranks compare it the first time, and a peer that calls something else is told of it.
+    """
+    signature = call or comm.Signature(what, (), f"{len(numbers)} lengths")
+    return axis.ranks.tell(f"{what}: lengths", numbers, lambda: signature, lambda: (what, "lengths", len(numbers)))
 
 
 def _all_gather_inferred(value: Tree, axis: Any, dim: int) -> Tree:
@@ -107,22 +109,16 @@ def _all_gather_inferred(value: Tree, axis: Any, dim: int) -> Tree:
     def key() -> tuple[Any, ...]:
         return _INFERRED, tree.spec_paths(spec), tuple(kinds), dim
 
-    lengths = [x.shape[dim] if ok else 0 for x, ok in zip(leaves, fit, strict=True)]
-    agreed, told_lengths = agreed_lengths(_INFERRED, lengths, found, key, signature)
+    agreed = found.ranks.confirm(key, signature)
     if not all(fit):  # all ranks have equal numbers of dimensions, so this raises on every rank
         dim_of("all_gather", leaves[fit.index(False)], dim)
+    told_lengths = []
+    if leaves:
+        told_lengths = found.ranks.tell(f"{_INFERRED}: lengths", [x.shape[dim] for x in leaves], signature, key)
     ats, moved = [dim % x.ndim for x in leaves], [movable("all_gather", x) for x in leaves]
     rows = gathered(moved, ats, list(zip(*told_lengths, strict=True)), found, agreed)
     whole = zip(leaves, moved, map(torch.cat, rows, ats), strict=True)
     return tree.unflatten(spec, [y if m is x else from_bytes(y, x.dtype) for x, m, y in whole])
-
-
-def agreed_lengths(
-    what: str, lengths: list[int], axis: Axis, key: Callable[[], Any], signature: Callable[[], comm.Signature]
-) -> tuple[Any, list[list[int]]]:
-    """(an agreement on a call with this key and signature, every rank's `lengths` for it)."""
-    agreed = axis.ranks.confirm(key, signature)
-    return agreed, axis.ranks.tell(f"{what}: lengths", lengths, signature, key) if lengths else []
 
 
 def gathered(
