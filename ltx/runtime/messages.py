@@ -185,10 +185,8 @@ def receive(connection: Connection) -> Callable[[], Any]:
 
 
 class Pickler(TensorPickler):
-    """cloudpickle's pickler; the memory of tensors and arrays becomes buffers of the message.
-
-    `main`: a notebook's globals. Its functions have the receiver's ``__main__`` as theirs; `uses` are names they use.
-    `parts`: the modules and parameters that were pickled, by their ids.
+    """cloudpickle's pickler; the memory of tensors and arrays becomes buffers of the message. `main`: a notebook's
+    globals, in whose functions' place the receiver's are; `uses`: names that they use. `parts`: modules and parameters.
     """
 
     def __init__(self, main: dict[str, Any] | None = None) -> None:

@@ -1,7 +1,4 @@
-"""``ltx.show`` shows a rank's value in the driver's notebook. ``ltx.progress`` draws one bar for all ranks.
-
-On a worker of a pool both send an object to show to the driver; in any other process they show it themselves.
-"""
+"""``ltx.show`` shows a rank's value in the driver's notebook. ``ltx.progress`` draws one bar for all ranks."""
 
 from __future__ import annotations
 
@@ -84,7 +81,7 @@ class Area:
         elif self._label and not seen.update:  # the label stands above pictures and tables
             self._next({"text/plain": self._label.strip()}, {})
         if seen.update:
-            if seen.name in self._named:
+            if seen.name is not None and seen.name in self._named:
                 put(self._named[seen.name], bundle, seen.metadata)
             return
         self._named[seen.name] = self._next(bundle, seen.metadata)
