@@ -217,17 +217,18 @@ def told(call: Callable[[torch.Tensor], torch.Tensor], n: int = 3) -> str:
         return f"{type(error).__name__}: {error}"
 
 
+def fail_in(phase: str, on: Sequence[int]) -> list[str]:
+    """What three collectives say when one on the channel of the user fails: itself, and two that follow."""
+    with pytest.MonkeyPatch.context() as patch:  # of this module: what a function within another names is a copy there
+        if int(ltx.axis_index()) in on:
+            patch.setitem(CUTS, "psum", broken(CUTS["psum"], phase))
+        return [told(ltx.psum, SMALL_BYTES) for _ in range(3)]
+
+
 @pytest.mark.full(but=2)
 @pytest.mark.parametrize(("phase", "on"), [("given", (0,)), ("reduce", (1,)), ("reduce", (0, 1)), ("take", (0,))])
 def test_all_ranks_hear_of_it(on_new_axis: OnNewAxis, phase: str, on: Sequence[int]) -> None:
-    def run() -> list[str]:
-        """What three collectives say when one on the channel of the user fails: itself, and two that follow."""
-        with pytest.MonkeyPatch.context() as patch:
-            if int(ltx.axis_index()) in on:
-                patch.setitem(CUTS, "psum", broken(CUTS["psum"], phase))
-            return [told(ltx.psum, SMALL_BYTES) for _ in range(3)]
-
-    for rank, said in enumerate(on_new_axis(run)):
+    for rank, said in enumerate(on_new_axis(lambda: fail_in(phase, on))):
         # Who has emptied its piece before a peer fails has its sum.
         wrong = [text for text in said if text != SUM]
         assert len(wrong) >= 2, said
