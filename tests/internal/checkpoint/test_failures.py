@@ -315,7 +315,7 @@ def test_a_failure_that_nobody_asks_for_is_a_warning(tmp_path: Path) -> None:
 def test_a_rank_that_dies_while_it_saves(started: Started, tmp_path: Path) -> None:
     def body(tell: Tell) -> None:
         train = trainer(donate=False)
-        first = start(train)
+        first = train.init({"w": torch.ones(SIZE)})
         ltx.checkpoint.save(tmp_path, first)
         if is_one():
             storage.write = lambda *_: os._exit(9)
