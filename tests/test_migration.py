@@ -53,7 +53,7 @@ NAMES: dict[str, dict[str, str]] = {
     "HorovodStrategy": {
         "HorovodStrategy": DONE,
         **shared("accelerator", "parallel_devices", "checkpoint_io", "precision_plugin", "teardown", "root_device"),
-        "all_gather(result, group, sync_grads)": "contract/collectives/test_uneven.py::test_all_gather",
+        "all_gather(result, group, sync_grads)": "contract/collectives/test_uneven.py::test_all_gather_and_scatter",
         "barrier(*args)": "internal/collectives/test_objects.py::test_barriers",
         "broadcast(obj, src)": "internal/collectives/test_objects.py::test_objects_arrive",
         "model_to_device": "internal/world/test_init.py::test_to_device_moves_what_can_move",

@@ -59,35 +59,20 @@ def test_gradients_flow_through_gather_all_tensors(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("splits", [(1, 4, 0), (2, 2, 2), (0, 0, 3)], ids=str)
 @pytest.mark.parametrize("dim", [0, 1, -1])
-def test_all_gather(ranks: Ranks, splits: tuple[int, ...], dim: int) -> None:
+def test_all_gather_and_scatter(ranks: Ranks, splits: tuple[int, ...], dim: int) -> None:
     whole = torch.randn(sum(splits), 2, dtype=torch.float64).movedim(0, dim)
     bars = torch.randn(3, *whole.shape, dtype=torch.float64)
 
-    def run() -> tuple[Tensor, Tensor]:
-        rank = int(ltx.axis_index())
-        part = whole.split(splits, dim)[rank]
-        found, pull = torch.func.vjp(lambda x: ltx.all_gather(x, dim=dim, tiled=True, splits=splits), part)
-        return found, pull(bars[rank])[0]
+    def run() -> tuple[Tensor, ...]:
+        rank, how = int(ltx.axis_index()), {"dim": dim, "tiled": True, "splits": splits}
+        found, pull = torch.func.vjp(lambda x: ltx.all_gather(x, **how), whole.split(splits, dim)[rank])
+        part, pull_part = torch.func.vjp(lambda x: ltx.psum_scatter(x, **how), bars[rank])
+        return found, pull(bars[rank])[0], part, pull_part(part)[0]
 
-    for rank, (found, bar) in enumerate(ranks(3).run(run)):
+    for rank, (found, bar, part, part_bar) in enumerate(ranks(3).run(run)):
         assert torch.equal(found, whole)
-        torch.testing.assert_close(bar, bars.sum(0).split(splits, dim)[rank])
-
-
-@pytest.mark.parametrize("splits", [(1, 4, 0), (2, 2, 2), (0, 0, 3)], ids=str)
-@pytest.mark.parametrize("dim", [0, 1, -1])
-def test_psum_scatter(ranks: Ranks, splits: tuple[int, ...], dim: int) -> None:
-    xs = torch.randn(3, *torch.empty(sum(splits), 2).movedim(0, dim).shape, dtype=torch.float64)
-
-    def run() -> tuple[Tensor, Tensor]:
-        found, pull = torch.func.vjp(
-            lambda x: ltx.psum_scatter(x, dim=dim, tiled=True, splits=splits), xs[ltx.axis_index()]
-        )
-        return found, pull(found)[0]
-
-    for rank, (found, bar) in enumerate(ranks(3).run(run)):
-        torch.testing.assert_close(found, xs.sum(0).split(splits, dim)[rank])
-        torch.testing.assert_close(bar, xs.sum(0))
+        own = bars.sum(0).split(splits, dim)[rank]
+        torch.testing.assert_close((bar, part, part_bar), (own, own, bars.sum(0)))
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -108,13 +108,16 @@ def trained(seed: int, reentrant: bool | None, how: str, call: Any = ltx.functio
 HOWS = ["backward", "update", "loss.backward", "ltx.grad", "torch.func.grad"]
 
 
-@pytest.mark.full(but=1)
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_steps_with_checkpoints_are_those_without(reentrant: bool, ranks: Ranks, seed: int) -> None:
-    def every() -> Any:
-        return [trained(seed, kind, how) for how in HOWS for kind in (reentrant, None)]
+@pytest.mark.parametrize("call", [ltx.functional_call, of_torch], ids=["ltx", "torch"])
+def test_steps_with_checkpoints_are_those_without(call: Any, reentrant: bool, ranks: Ranks, seed: int) -> None:
+    def every(hows: list[str]) -> Any:
+        return [trained(seed, kind, how, call) for how in hows for kind in (reentrant, None)]
 
-    for results in (*ranks(2).run(every), every()):
+    # In a world of one torch takes the gradient of torch.func, and it has no checkpoints there.
+    alone = HOWS if call is ltx.functional_call else HOWS[:3]
+    for results in (*ranks(2).run(every, HOWS), every(alone)):
         for (params, own), (want, _) in zip(results[::2], results[1::2], strict=True):
             torch.testing.assert_close(params, want)
             torch.testing.assert_close(own, made(seed)[0].state_dict(), rtol=0, atol=0)
@@ -231,19 +234,6 @@ def broken(block: Block, x: Tensor) -> Tensor:
     x = block.layer(x)
     torch._dynamo.graph_break()
     return block.norm(x).tanh()
-
-
-@pytest.mark.full(but=1)
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_torchs_own_in_a_step(reentrant: bool, ranks: Ranks, seed: int) -> None:
-    def every(hows: list[str]) -> Any:
-        return [trained(seed, kind, how, of_torch) for how in hows for kind in (reentrant, None)]
-
-    # In a world of one torch takes the gradient of torch.func, and it has no checkpoints there.
-    for results in (*ranks(2).run(every, HOWS), every(HOWS[:3])):
-        for (params, own), (want, _) in zip(results[::2], results[1::2], strict=True):
-            torch.testing.assert_close(params, want)
-            torch.testing.assert_close(own, made(seed)[0].state_dict(), rtol=0, atol=0)
 
 
 def test_calls_of_torchs_own_in_each_other(seed: int) -> None:
