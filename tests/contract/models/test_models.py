@@ -14,8 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import ltx
-from tests.contract.models.twins import STEPS, both, load
-from tests.contract.models.zoo import MODELS, VOCABULARY, causal
+from tests.contract.models.zoo import MODELS, STEPS, VOCABULARY, both, causal, load
 from tests.covering import some
 from tests.kinds import Params, Ranks
 from tests.needs import needs
