@@ -27,9 +27,9 @@ from ltx.core.gradients.marker import ACCUMULATE_PRIORITY, raise_priority
 from ltx.core.gradients.planning import tracked
 from ltx.core.training.outputs import as_loss, loss_in
 from ltx.core.training.train_state import drawn_again, torch_states
+from ltx.core.transforms.calls_again import Calls, checkpoints_allowed, own_grad_and_value
 from ltx.core.transforms.closure_check import own_leaves, refuse_captured, watch_for_traced_values
 from ltx.core.transforms.data_parallel import DataParallel
-from ltx.core.transforms.functional_call import Calls, checkpoints_allowed, own_grad_and_value
 from ltx.core.transforms.grad import gradients
 from ltx.core.transforms.run import Weighted
 from ltx.typing import Step

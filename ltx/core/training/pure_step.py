@@ -23,7 +23,7 @@ from ltx.core.training.replicas import check_replicas
 from ltx.core.training.settings import TrainSettings, check_layout, refuse_in_graph
 from ltx.core.training.step import Step
 from ltx.core.training.train_state import TrainState
-from ltx.core.transforms.functional_call import Calls, own_grad_and_value
+from ltx.core.transforms.calls_again import Calls, own_grad_and_value
 from ltx.core.transforms.run import CallOptions, Weighted
 from ltx.core.transforms.strategy import StepInfo, Updated, stateful
 from ltx.core.transforms.sync_state import Synced
@@ -115,8 +115,9 @@ class PureStep(Step):
     def finite(self, done: BackwardResult) -> Any:
         if not self.train.checks_finite:
             return None
-        waits = not (traced.recording() or private.in_transform())
-        return all_finite(self.train, [x.detach() for x in done.grads or ()], self.info, waits)
+        grads = [x.detach() for x in done.grads or ()]
+        waits = not (traced.recording() or private.in_transform() or any(x.device.type != "cpu" for x in grads[:1]))
+        return all_finite(self.train, grads, self.info, waits)
 
     def commit(self, updated: Updated, following: TrainState) -> None:
         if updated.pending is not None:

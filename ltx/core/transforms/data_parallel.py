@@ -30,9 +30,9 @@ from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import ALONE
 from ltx.core.transforms import compare
 from ltx.core.transforms import run as calls
+from ltx.core.transforms.calls_again import recording_calls
 from ltx.core.transforms.closure_check import look_at_modules, own_leaves, refuse_captured, version_of
 from ltx.core.transforms.compare import check_in_debug, check_params_once
-from ltx.core.transforms.functional_call import recording_calls
 from ltx.core.transforms.grad import applies, call_below
 from ltx.core.transforms.run import KIND, PLAIN_CALL, CallOptions, Known, Marked, Run, StepSettings
 from ltx.core.transforms.strategy import Strategy, constant_hook, default_strategy, hook_of_plain, stateful

@@ -27,8 +27,8 @@ from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.planning import in_step, requires_grad, tracked
 from ltx.core.gradients.reduction import LeafState
 from ltx.core.ranks.batched import in_front
+from ltx.core.transforms.calls_again import Calls, checkpoints_allowed, own_grad_and_value
 from ltx.core.transforms.closure_check import first_hooked, hooked_text, refuse_captured, watch_for_traced_values
-from ltx.core.transforms.functional_call import Calls, checkpoints_allowed, own_grad_and_value
 from ltx.core.transforms.run import PLAIN_CALL, CallOptions, StepSettings, refuse_backward
 from ltx.core.transforms.sync_state import Synced, SyncState, check_state, states_after
 from ltx.typing import Step, Tree
