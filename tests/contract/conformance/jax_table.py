@@ -1,4 +1,4 @@
-"""Writes jax_table.json: what JAX makes of the collectives, which test_jax_table.py holds ltx to.
+"""Writes jax_table.json: what JAX makes of the collectives, which test_conformance.py holds ltx to.
 
 Run by hand, in a virtual environment of its own, when rows are added here or JAX moves on::
 

@@ -1,15 +1,18 @@
-"""Each operation under each transform, on each backing, eagerly and compiled, against plain torch in one process."""
+"""Each operation under each transform, on each backing, eagerly and compiled, against plain torch; and as in JAX."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.func import grad, jvp, vjp
 
 import ltx
 from tests.contract.conformance.table import (
@@ -252,3 +255,116 @@ def test_simulated_ranks_give_what_processes_give(op: Op, outcome: Callable[[Row
 
 def test_names_are_unique() -> None:
     assert len({str(row) for row in [*ROWS, *FULL_ROWS]}) == len(ROWS) + len(FULL_ROWS)
+
+
+JaxCall = Callable[[Tensor], Tensor]
+JaxRow = dict[str, Any]
+Values = dict[str, Tensor]
+
+#: op -> ltx's call on one rank, by the argument names of the table.
+CALLS: dict[str, Callable[..., Tensor]] = {
+    "psum": lambda x, groups=None: ltx.psum(x, axis_index_groups=groups),
+    "pmean": lambda x, groups=None: ltx.pmean(x, axis_index_groups=groups),
+    "pmax": lambda x, groups=None: ltx.pmax(x, axis_index_groups=groups),
+    "pmin": lambda x, groups=None: ltx.pmin(x, axis_index_groups=groups),
+    "all_gather": lambda x, dim, tiled, groups=None: ltx.all_gather(x, dim=dim, tiled=tiled, axis_index_groups=groups),
+    "psum_scatter": lambda x, dim, tiled, groups=None: ltx.psum_scatter(
+        x, dim=dim, tiled=tiled, axis_index_groups=groups
+    ),
+    "ppermute": lambda x, perm: ltx.ppermute(x, [(source, destination) for source, destination in perm]),
+    "all_to_all": lambda x, split_dim, concat_dim, groups=None: ltx.all_to_all(
+        x, split_dim, concat_dim, axis_index_groups=groups
+    ),
+    "axis_index": lambda x: x * ltx.axis_index(),
+}
+JAX_OPS = list(CALLS)
+
+GIVEN = ("input", "cotangent", "tangent")
+WANTED = ("output", "gradient", "jvp", "curved", "hvp")
+
+
+@cache
+def table() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(__file__).with_name("jax_table.json").read_text(encoding="utf-8"))
+    return found
+
+
+def rows(op: str, n: int) -> list[JaxRow]:
+    found = [row for row in table()["rows"] if (row["op"], row["n"]) == (op, n)]
+    assert found, f"jax_table.json has no row of {op} on {n} ranks"
+    return found
+
+
+def tensors(row: JaxRow, names: tuple[str, ...]) -> tuple[Tensor, ...]:
+    return tuple(torch.tensor(row[name], dtype=torch.float64) for name in names)
+
+
+def call(row: JaxRow) -> JaxCall:
+    return lambda x: CALLS[row["op"]](x, **row["args"])
+
+
+def derivatives(f: JaxCall, x: Tensor, bar: Tensor, dot: Tensor) -> Values:
+    """All that a row has, of one rank's `f` or of an `f` of all ranks' stacks: the convention makes them one."""
+
+    def curved(x: Tensor) -> Tensor:
+        return (bar * torch.sin(f(x**2))).sum()
+
+    output, transpose = vjp(f, x)
+    return {
+        "output": output,
+        "gradient": transpose(bar)[0],
+        "jvp": jvp(f, (x,), (dot,))[1],
+        "curved": grad(curved)(x),
+        "hvp": grad(lambda x: (dot * grad(curved)(x)).sum())(x),
+        "hvp, forward over reverse": jvp(grad(curved), (x,), (dot,))[1],
+    }
+
+
+def check(row: JaxRow, got: Values) -> None:
+    want = dict(zip(WANTED, tensors(row, WANTED), strict=True))
+    want["hvp, forward over reverse"] = want["hvp"]
+    assert got.keys() == want.keys()
+    for name in want:
+        where = f"{row['op']} {row['args']} on {row['n']} ranks: {name}"
+        torch.testing.assert_close(
+            # atol for what cancels: the table's numbers are of the order of 1 to 100.
+            got[name],
+            want[name],
+            rtol=1e-12,
+            atol=1e-13,
+            msg=lambda text, where=where: f"{where}: {text}",
+        )
+
+
+@pytest.mark.full(but=4)
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("op", JAX_OPS)
+def test_jax_on_simulated_ranks(op: str, n: int) -> None:
+    for row in rows(op, n):
+        check(row, ltx.vmap(partial(derivatives, call(row)))(*tensors(row, GIVEN)))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("op", JAX_OPS)
+def test_jax_on_simulated_ranks_from_outside(op: str, n: int) -> None:
+    """As JAX was asked: derivatives around the mapped function."""
+    for row in rows(op, n):
+        check(row, derivatives(ltx.vmap(call(row)), *tensors(row, GIVEN)))
+
+
+@pytest.mark.full(but=3)
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("op", JAX_OPS)
+def test_jax_on_processes(op: str, n: int, ranks: Ranks) -> None:
+    def on_one_rank(table_rows: list[JaxRow]) -> list[Values]:
+        rank = int(ltx.axis_index())
+        return [derivatives(call(row), *(stack[rank] for stack in tensors(row, GIVEN))) for row in table_rows]
+
+    by_rank = ranks(n).run(on_one_rank, rows(op, n))
+    for i, row in enumerate(rows(op, n)):
+        check(row, {name: torch.stack([values[i][name] for values in by_rank]) for name in by_rank[0][i]})
+
+
+def test_every_op_of_the_table_is_called() -> None:
+    assert {row["op"] for row in table()["rows"]} == set(CALLS)
