@@ -37,8 +37,9 @@ from ltx.core.base.errors import UnsupportedError
 from ltx.core.base.private import Tensors
 from ltx.core.collectives.linear import Function, apply, index_below
 from ltx.core.gradients.comm_hook import counts_as
-from ltx.core.gradients.pending import Dims, ProcessSchedule, Schedule
+from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.reduction import Bucket
+from ltx.core.gradients.schedule import Dims, Schedule
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.batched import in_front
 

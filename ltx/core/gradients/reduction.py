@@ -2,7 +2,7 @@
 
 A program, such as a hook's reduction, yields a :class:`CollectiveRequest` wherever it needs the network and is sent the
 result; it returns the bucket's results. The same program runs on every kind of axis. Drivers differ in how they answer:
-asynchronously between processes, as nodes of a compiled graph (both in ``pending.py``), or at once, here.
+asynchronously between processes (``pending.py``), as nodes of a compiled graph (``schedule.py``), or at once, here.
 """
 
 from __future__ import annotations

@@ -24,8 +24,9 @@ from ltx.core.collectives.linear import at_places
 from ltx.core.collectives.psum import is_sparse, psum_sparse, split_sparse
 from ltx.core.gradients import marker, planning
 from ltx.core.gradients.comm_hook import EXACT, CommHook, counts_as, shared_part, stateful_hook
-from ltx.core.gradients.pending import ImmediateSchedule, ProcessSchedule, Schedule, schedule_for
+from ltx.core.gradients.pending import ProcessSchedule, schedule_for
 from ltx.core.gradients.planning import Names, Plan, all_tracked, arrival_order, differentiable, in_step, make_plan
+from ltx.core.gradients.schedule import ImmediateSchedule, Schedule
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import ALONE
 from ltx.core.transforms import compare

@@ -17,8 +17,8 @@ from ltx.core.base.readable import Readable
 from ltx.core.collectives.linear import at_places
 from ltx.core.collectives.reduce import unusable, wide
 from ltx.core.gradients.comm_hook import CommHook
-from ltx.core.gradients.pending import Schedule
 from ltx.core.gradients.planning import Plan
+from ltx.core.gradients.schedule import Schedule
 from ltx.core.ranks.axis import Axis
 from ltx.core.transforms.strategy import Strategy, default_strategy, hook_of_plain, in_dtype
 from ltx.core.transforms.sync_state import plain_values
