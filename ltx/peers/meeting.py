@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ltx.core.base.errors import LtxError, PeerLostError, WorldError
-from ltx.core.comm.backends import look_out, looking_out
+from ltx.core.comm.backends import HOST_BLOCKING, look_out, looking_out
 from ltx.core.comm.passes import Failed
 from ltx.core.comm.store_exchange import StoreExchange, poll_until
 from ltx.core.world.world import Placement, World, process
@@ -62,7 +64,28 @@ def meet(
     if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
         undo.callback(os.environ.pop, "GLOO_SOCKET_IFNAME", None)
+    _refuse_shared_devices(meeting.exchange, world)
     return meeting, apart
+
+
+def _refuse_shared_devices(exchange: StoreExchange, world: World) -> None:
+    """Raise on all ranks if two compute on one accelerator; NCCL 2.30 has a setting that allows it, for tests."""
+    if world.device.type == "cpu" or world.backend in HOST_BLOCKING:
+        return
+    told = "nccl" in world.backend and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    if told and torch.cuda.nccl.version() >= (2, 30):
+        return
+    found = torch.get_device_module(world.device.type).get_device_properties(world.device)
+    mine = f"{socket.gethostname()} {getattr(found, 'uuid', world.device)}"
+    first: dict[str, int] = {}
+    for rank, device in enumerate(exchange.exchange("device", mine, "ltx.init, comparing devices")):
+        other = first.setdefault(device, rank)
+        if other != rank:
+            raise WorldError(
+                f"rank {world.rank}: ranks {other} and {rank} are both on one device, and {world.backend} takes one "
+                "rank a device. Start fewer ranks on that node, show each its own device (CUDA_VISIBLE_DEVICES), or "
+                'pass backend="gloo".'
+            )
 
 
 def next_is_begun() -> bool:

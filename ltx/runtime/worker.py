@@ -27,12 +27,13 @@ from typing import Any, Literal, get_args
 import cloudpickle
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from ltx.core import comm
 from ltx.core.comm.pickling import KEY, named
 from ltx.core.ranks.axis import set_world_axes
 from ltx.core.world.init import again, init, renew
-from ltx.core.world.world import LOOPBACK, abandon, accelerators, calls, forget, go_on, process
+from ltx.core.world.world import LOOPBACK, abandon, accelerators, forget, process
 from ltx.errors import LtxError, UnsupportedError, WorkerError
 from ltx.peers.addresses import loopback_store
 from ltx.peers.meeting import next_is_begun
@@ -229,8 +230,8 @@ class _WorkerLoop:
         """Run the call. Returns the message with its result or failure. A ``sys.exit`` in a call is a failure too."""
         doing = "unpickling the function and its arguments: "
         self.running, self._returned = call.number, call.number - 1
-        go_on()
-        session, before = process.session, calls()
+        _go_on()
+        session, before = process.session, _calls()
         try:
             self.counted(call.number)
             if self.cancelled == call.number:
@@ -252,7 +253,7 @@ class _WorkerLoop:
             self.running = None
             # made before abandon, so that its time is earlier than that of the peers' failures
             # An interrupt may come to ranks in different steps of the training.
-            alike = isinstance(error, Exception) and process.session is session and calls() == before
+            alike = isinstance(error, Exception) and process.session is session and _calls() == before
             as_it_was = alike and not comm.has_failed()
             failure = failure_of(error, doing, cancelled=self.cancelled == call.number, in_world=as_it_was)
             abandon(error, call.number)
@@ -280,6 +281,28 @@ class _WorkerLoop:
             finally:
                 message.close()
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+
+def _go_on() -> None:
+    """Take back what :func:`abandon` has said: all ranks have raised, and none had sent anything."""
+    for axis_comm in comm.communicators():
+        if axis_comm.passes.failed is not None:
+            axis_comm.passes.failed, process.abandoned = None, False
+            axis_comm.peers.tell()
+
+
+def _calls() -> int:
+    """The number of collectives of this process, ltx's or others; a new one each time where a backend can't count."""
+    groups: list[Any] = list(c10d._world.pg_map) if dist.is_initialized() else []
+    backends = [group._get_backend(device) for group in groups for device in group._device_types]
+    try:
+        counts = [backend._get_sequence_number_for_group() for backend in backends]
+    except (AttributeError, RuntimeError):
+        return time.monotonic_ns()
+    for axis_comm in comm.communicators():
+        counts += [n for channel in axis_comm.channels for n in (channel.begun, channel.issued, channel.compared)]
+        counts += [axis_comm.peers.store_exchange.begun, axis_comm.peers.next_check]
+    return sum(map(int, counts))
 
 
 # Collecting garbage takes a fifth of the time of importing torch; the worker enables it when it is ready.

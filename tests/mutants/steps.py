@@ -62,7 +62,7 @@ MUTANTS = (
         "transforms: torch's functional calls in steps aren't seen -> "
         "checkpointing in torch's functional_call gives the gradients of other parameters",
         At("_run_again", "for module, given in calls_of_torch():", "for module, given in ():"),
-        "tests/contract/transforms/test_functional_call.py::test_torchs_own_in_a_step",
+        "tests/contract/transforms/test_functional_call.py::test_steps_with_checkpoints_are_those_without",
     ),
     Mutant(
         "transforms: a rank without data counts -> placeholders count as samples",

@@ -32,7 +32,7 @@ from ltx.core.training.resolved import Resolved
 from ltx.core.training.settings import TrainSettings
 from ltx.core.training.train_state import Metrics, TrainState, hand_over, torch_states
 from ltx.core.transforms.calls_again import Calls
-from ltx.core.transforms.data_parallel import marks_on_wire
+from ltx.core.transforms.marking import marks_on_wire
 from ltx.core.transforms.run import CallOptions, Run, Weighted
 from ltx.core.transforms.strategy import StepInfo, Updated, check_next, check_updated, shares_gradients, stateful
 from ltx.core.transforms.sync_state import Synced, SyncState, plain_values

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import math
-import os
-import socket
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 # imported before any world: its functions bind the world's group as a default
-import torch.distributed.nn.functional
-
 from ltx.core.base.errors import WorldError
 from ltx.core.base.handed_in import HandedIn
-from ltx.core.comm.backends import HOST_BLOCKING, LATER, backends_of, connecting, set_up_watchdog
+from ltx.core.comm.backends import LATER, backends_of, connecting, set_up_watchdog
 from ltx.core.comm.registry import close_axis, open_axis
-from ltx.core.comm.store_exchange import StoreExchange
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import mesh_part
 from ltx.core.world.world import Placement, World, process, world_of
@@ -57,7 +51,6 @@ def make_group(
     process.worlds, process.abandoned = process.worlds + 1, False
     try:
         meeting, apart = HandedIn.meeting(placement, world, timeout, heartbeat_s, undo, meanwhile)
-        _refuse_shared_devices(meeting.exchange, world)
         set_up_watchdog()
         torchs: Any = c10d
         torchs._world.group_count = 0  # the number names the group; after a failure torch leaves it at 1
@@ -76,26 +69,6 @@ def make_group(
     undo.callback(_destroy, dist.group.WORLD, dist.group.WORLD)
     meeting.watcher.watch_for(c10d._get_default_store())
     return meeting
-
-
-def _refuse_shared_devices(exchange: StoreExchange, world: World) -> None:
-    """Raise on all ranks if two compute on one accelerator; NCCL 2.30 has a setting that allows it, for tests."""
-    if world.device.type == "cpu" or world.backend in HOST_BLOCKING:
-        return
-    told = "nccl" in world.backend and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    if told and torch.cuda.nccl.version() >= (2, 30):
-        return
-    found = torch.get_device_module(world.device.type).get_device_properties(world.device)
-    mine = f"{socket.gethostname()} {getattr(found, 'uuid', world.device)}"
-    first: dict[str, int] = {}
-    for rank, device in enumerate(exchange.exchange("device", mine, "ltx.init, comparing devices")):
-        other = first.setdefault(device, rank)
-        if other != rank:
-            raise WorldError(
-                f"rank {world.rank}: ranks {other} and {rank} are both on one device, and {world.backend} takes one "
-                "rank a device. Start fewer ranks on that node, show each its own device (CUDA_VISIBLE_DEVICES), or "
-                'pass backend="gloo".'
-            )
 
 
 def check_mesh(mesh: Mesh, world: World) -> None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 
 from ltx.core import comm
 from ltx.core.base.errors import PeerLostError, WorldError, said_of
@@ -227,28 +224,6 @@ def abandon(error: BaseException, call: int | None = None) -> None:
         axis_comm.passes.failed = axis_comm.passes.failed or comm.Failed(why, lost, call=call)
     for peers in comm.all_peers():
         peers.tell(wait=True, heard=world().rank == 0)  # with rank 0's process the store may end
-
-
-def go_on() -> None:
-    """Take back what :func:`abandon` has said: all ranks have raised, and none had sent anything."""
-    for axis_comm in comm.communicators():
-        if axis_comm.passes.failed is not None:
-            axis_comm.passes.failed, process.abandoned = None, False
-            axis_comm.peers.tell()
-
-
-def calls() -> int:
-    """The number of collectives of this process, ltx's or others; a new one each time where a backend can't count."""
-    groups: list[Any] = list(c10d._world.pg_map) if dist.is_initialized() else []
-    backends = [group._get_backend(device) for group in groups for device in group._device_types]
-    try:
-        counts = [backend._get_sequence_number_for_group() for backend in backends]
-    except (AttributeError, RuntimeError):
-        return time.monotonic_ns()
-    for axis_comm in comm.communicators():
-        counts += [n for channel in axis_comm.channels for n in (channel.begun, channel.issued, channel.compared)]
-        counts += [axis_comm.peers.store_exchange.begun, axis_comm.peers.next_check]
-    return sum(map(int, counts))
 
 
 def forget() -> None:

@@ -31,7 +31,8 @@ ELSEWHERE = {
     "core/base/tree.py": 1,
     "core/comm/operations.py": 2,
     "core/optim/kernel.py": 1,
-    "core/transforms/functional_call.py": 2,
+    "core/transforms/calls_again.py": 1,
+    "core/transforms/swap.py": 1,
     "hooks/ddp.py": 1,
     "nn.py": 2,
 }

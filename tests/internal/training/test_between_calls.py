@@ -142,7 +142,7 @@ def test_another_axis_of_the_name(ranks: Ranks) -> None:
 
 
 def plans_made(grad: str) -> list[int]:
-    module, counts = importlib.import_module("ltx.core.transforms.data_parallel"), []
+    module, counts = importlib.import_module("ltx.core.transforms.marking"), []
     step, w = ltx.data_parallel(inner), torch.ones(2)
     for _ in range(3):
         with mock.patch.object(module, "make_plan", wraps=module.make_plan) as asked:

@@ -22,7 +22,6 @@ import ltx
 from ltx import World, init, shutdown, to_device, world
 from ltx.core.comm.store_exchange import StoreExchange
 from ltx.core.ranks.axis import axes_in_scope
-from ltx.core.world import groups
 from ltx.core.world import init as world_init
 from ltx.errors import WorldError
 from ltx.peers import meeting
@@ -403,7 +402,7 @@ def of_cuda(rank: int, size: int = 3, backend: str = NCCL) -> World:
 def met(monkeypatch: pytest.MonkeyPatch) -> dist.HashStore:
     """Where ranks 1 and 2 have said that they have one device."""
     store = dist.HashStore()
-    host = groups.socket.gethostname()
+    host = meeting.socket.gethostname()
     for rank, uuid in enumerate("abb"):
         store.set(f"device/{rank}", json.dumps(f"{host} {uuid}"))
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
@@ -414,7 +413,7 @@ def refuse(rank: int, met: dist.HashStore, monkeypatch: pytest.MonkeyPatch, back
     device = SimpleNamespace(get_device_properties=lambda _: SimpleNamespace(uuid="abb"[rank]))
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
     exchange = StoreExchange(cast(Any, met), rank, 3, 5.0, list)
-    groups._refuse_shared_devices(exchange, of_cuda(rank, backend=backend))
+    meeting._refuse_shared_devices(exchange, of_cuda(rank, backend=backend))
 
 
 @pytest.mark.parametrize("rank", range(3))
