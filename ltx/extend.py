@@ -96,7 +96,7 @@ _MOVED = {
     "buffers": "CHUNK chunks is_plain pack prefers_few_calls unpack",
     "collectives": "told wide",
     "comm": "as_bytes view_as",
-    "optimizers": "ClipByGlobalNorm advanced members_of times_lr with_members",
+    "optimizers": "advanced members_of times_lr with_members",
 }
 
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 import ltx
 from ltx.errors import ReplicaDivergedError, StrategyError, UnsupportedError
 from ltx.extend import CommHook, Optimizer, comm, optimizers, recording, tree, unwrapped
+from ltx.optim.clipping import ClipByGlobalNorm
 from ltx.typing import Tree
 
 __all__ = ["DTensorState", "DTensorStep", "DTensorTrainStep", "with_dtensors"]
@@ -199,7 +200,7 @@ def _on_parts(optimizer: Any, layout: Layout) -> Any:
     """`optimizer`, for trained parameters with this layout, of which ranks hold parts."""
     if optimizer.offers.elementwise or not any(layout.split_over):
         return optimizer
-    if isinstance(optimizer, optimizers.ClipByGlobalNorm) and optimizer.takes_parts:
+    if isinstance(optimizer, ClipByGlobalNorm) and optimizer.takes_parts:
         return replace(optimizer, norm=NormOfParts(layout))
     if isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):  # an average of its parameters
         return replace(optimizer, optimizer=_on_parts(inner, layout))

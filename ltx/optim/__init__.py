@@ -7,6 +7,7 @@ from ltx.extend import arguments, optimizers
 
 if TYPE_CHECKING:
     from ltx.optim.by_path import from_torch, masked, partition
+    from ltx.optim.clipping import clip_by_global_norm, clip_by_value, measure_global_norm
     from ltx.optim.quantized_adam import qadam
     from ltx.optim.schedules import adjust, adjustable, from_scheduler, warmup_cosine
 
@@ -15,12 +16,9 @@ Optimizer = optimizers.Optimizer
 TorchState = optimizers.TorchState
 apply_updates = optimizers.apply_updates
 chain = optimizers.chain
-clip_by_global_norm = optimizers.clip_by_global_norm
-clip_by_value = optimizers.clip_by_value
 from_functions = optimizers.from_functions
 grad_norm = optimizers.grad_norm
 identity = optimizers.identity
-measure_global_norm = optimizers.measure_global_norm
 
 __all__ = [
     "ClipState",
@@ -45,7 +43,11 @@ __all__ = [
 ]
 
 # Most programs need few of these, and making their dataclasses takes time: each module is imported at first use.
-_LATER = {**dict.fromkeys(("from_torch", "masked", "partition"), "by_path"), "qadam": "quantized_adam"}
+_LATER = {
+    **dict.fromkeys(("from_torch", "masked", "partition"), "by_path"),
+    **dict.fromkeys(("clip_by_global_norm", "clip_by_value", "measure_global_norm"), "clipping"),
+    "qadam": "quantized_adam",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -54,6 +54,7 @@ from ltx.hooks.combined import After, in_half
 from ltx.hooks.half import HalfHook
 from ltx.hooks.lossy import CompressedAllReduce, finite, with_residuals
 from ltx.hooks.plain import EXACT, resolve_hook, resolved
+from ltx.optim.clipping import ClipByGlobalNorm
 from ltx.strategies import StateLayout, States, StepInfo, Strategy, Updated
 from ltx.typing import Tree
 
@@ -130,7 +131,7 @@ class ZeroStrategy(Strategy):
     def check(self, optimizer: Optimizer, axis: Axis | None = None) -> None:
         super().check(optimizer, axis)
         for member in optimizers.members_of(optimizer):
-            if not (isinstance(member, optimizers.ClipByGlobalNorm) and member.takes_parts):
+            if not (isinstance(member, ClipByGlobalNorm) and member.takes_parts):
                 needs.require("ZeRO, optimizer", member)
 
     def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Shards:
@@ -209,7 +210,7 @@ class ZeroStrategy(Strategy):
     def _together(self, optimizer: Optimizer, info: StepInfo) -> Optimizer:
         """`optimizer`, in which clipping uses the norm over all ranks' parts."""
 
-        def norm(member: optimizers.ClipByGlobalNorm, parts: Sequence[Tensor]) -> Tensor:
+        def norm(member: ClipByGlobalNorm, parts: Sequence[Tensor]) -> Tensor:
             own = member.norm(parts)  # this norm is already over a mesh's other dimensions
             if info.axis.size == 1:
                 return own
@@ -218,7 +219,7 @@ class ZeroStrategy(Strategy):
             return squares[0].sqrt().reshape(()).to(own.dtype)
 
         found = optimizers.members_of(optimizer)
-        each = [replace(m, norm=partial(norm, m)) if isinstance(m, optimizers.ClipByGlobalNorm) else m for m in found]
+        each = [replace(m, norm=partial(norm, m)) if isinstance(m, ClipByGlobalNorm) else m for m in found]
         return optimizers.with_members(optimizer, each)
 
 

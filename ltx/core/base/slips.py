@@ -22,7 +22,8 @@ no_sync: ltx.accumulate(step, n), which sends once for n micro-batches, or ltx.b
 parameters named_parameters: state.params, of an ltx.TrainState; zero_grad: nothing, as each step has new gradients;
 step apply_gradients: state, metrics = train(state, batch), with train = ltx.train_step(step, optimizer);
 item backward: metrics.loss.item() after a step, which returns its loss and is differentiated by ltx;
-clip_grad_norm_: ltx.optim.clip_by_global_norm, in ltx.optim.chain; lr_scheduler: ltx.optim.from_scheduler
+clip_grad_norm_: ltx.optim.clip_by_global_norm, in ltx.optim.chain; lr_scheduler: ltx.optim.from_scheduler;
+ClipByGlobalNorm: ltx.optim.clipping.ClipByGlobalNorm; Halving: ltx.hooks.adasum.Halving
 """
 #: {names: what to write}
 WRITE = dict(entry.split(": ", 1) for entry in _NAMES.strip().replace("\n", " ").split("; "))

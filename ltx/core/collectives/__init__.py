@@ -1,5 +1,8 @@
 """Collectives. Each file defines operations with their transposes, by rules of :mod:`ltx.core.collectives.linear`."""
 
+from typing import Any
+
+from ltx.core.base.slips import lacks
 from ltx.core.collectives.calls import collective as collective
 from ltx.core.collectives.calls import counted as counted
 from ltx.core.collectives.gather import AllGatherGrad, all_gather, gather, psum_scatter, scatter
@@ -42,3 +45,7 @@ __all__ = [
     "shard",
     "weighted_mean",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    raise lacks("module 'ltx.extend.collectives'", name)

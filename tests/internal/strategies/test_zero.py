@@ -15,6 +15,7 @@ from torch import Tensor
 import ltx
 from ltx import Precision, hooks
 from ltx.errors import StepError, StrategyError
+from ltx.optim.clipping import ClipByGlobalNorm
 from ltx.strategies.zero import MeanPart, Shards
 from tests import train_on
 from tests.kinds import Params, Ranks
@@ -128,7 +129,7 @@ def test_each_rank_has_a_part_of_the_state(n: int, ranks: Ranks) -> None:
 
 
 def test_clipping_by_a_norm_that_may_need_whole_parameters_is_refused() -> None:
-    optimizer = ltx.extend.optimizers.ClipByGlobalNorm(1.0, norm=torch.nn.utils.get_total_norm)
+    optimizer = ClipByGlobalNorm(1.0, norm=torch.nn.utils.get_total_norm)
     why = "ZeroStrategy needs an elementwise update, as a rank updates only some elements of a parameter, which"
     text = re.escape(f"{why} {optimizer!r} doesn't offer: use an elementwise")
     train_on.refuses(StrategyError, text, ltx.train_step, ltx.data_parallel(loss, ltx.ZeroStrategy()), optimizer)

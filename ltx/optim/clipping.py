@@ -1,4 +1,4 @@
-"""Transformations of gradients: clipping by global norm or by value, measuring the global norm.
+"""Clipping of gradients, by global norm or by value, and measuring the global norm.
 
 g ← g · min(1, max_norm / (‖g‖ + eps)), where ‖g‖ is the Euclidean norm of all leaves together.
 
@@ -11,42 +11,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ltx.core.base.arguments import brief, check_fields, name_of, number
-from ltx.core.base.errors import OptimError
-from ltx.core.base.tree import check_tensors, flatten
-from ltx.core.optim.base import LeafStates, Optimizer, Tensors, all_of, differentiated, leaf_name
-from ltx.core.optim.combine import LeafTransform
+from ltx.errors import OptimError
+from ltx.extend import arguments, brief, optimizers, tree
 from ltx.typing import Tree
 
 
-class ClipState(NamedTuple):
-    """State of :func:`clip_by_global_norm` and :func:`measure_global_norm`.
-
-    Attributes:
-        norm: 0-dim tensor on the first leaf's device: the norm of the last gradients before clipping, 0 at the start.
-    """
-
-    norm: Tensor
-
-
-def global_norm(leaves: Sequence[Tensor]) -> Tensor:
-    """The Euclidean norm of all `leaves` as one vector: a 0-dim tensor on the first leaf's device; 0 for no leaves."""
-    if not leaves:
-        return torch.tensor(0.0, device="cpu")
-    if not differentiated(leaves):
-        return torch.nn.utils.get_total_norm(leaves)  # one foreach pass; it has no derivative
-    norms = [torch.linalg.vector_norm(leaf).to(leaves[0].device) for leaf in leaves]
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return total
-
-
 @dataclass(frozen=True, repr=False)
-class ClipByGlobalNorm(Optimizer):
+class ClipByGlobalNorm(optimizers.Optimizer):
     """Made by :func:`clip_by_global_norm`, and by :func:`measure_global_norm`, where `max_norm` is infinite."""
 
     moves_params: ClassVar[bool] = False
@@ -54,48 +30,52 @@ class ClipByGlobalNorm(Optimizer):
     max_norm: float
     eps: float = 1e-6
     #: The norm of all gradients; a strategy replaces it where each rank holds a part of the gradients.
-    norm: Callable[[Sequence[Tensor]], Tensor] = global_norm
+    norm: Callable[[Sequence[Tensor]], Tensor] = optimizers.global_norm
 
     def __post_init__(self) -> None:
-        check_fields(self, OptimError, "max_norm")
+        arguments.check_fields(self, OptimError, "max_norm")
         if not self.max_norm > 0:
             raise OptimError(f"clip_by_global_norm: max_norm must be > 0, got {brief(self.max_norm)}.")
-        number("clip_by_global_norm: eps", self.eps, 0, OptimError)
+        arguments.number("clip_by_global_norm: eps", self.eps, 0, OptimError)
 
     @property
     def takes_parts(self) -> bool:
         """Whether the norm can be computed from the norms of parts of the gradients, as the Euclidean norm can."""
-        return getattr(self.norm, "takes_parts", self.norm is global_norm)
+        return getattr(self.norm, "takes_parts", self.norm is optimizers.global_norm)
 
-    def init(self, params: Tree) -> ClipState:
-        leaves, _ = flatten(params)
+    def init(self, params: Tree) -> optimizers.ClipState:
+        leaves, _ = tree.flatten(params)
         dtypes = [leaf.dtype.to_real() for leaf in leaves]
         dtype = reduce(torch.promote_types, dtypes) if dtypes else torch.float32
-        return ClipState(torch.zeros((), dtype=dtype, device=leaves[0].device if leaves else None))
+        return optimizers.ClipState(torch.zeros((), dtype=dtype, device=leaves[0].device if leaves else None))
 
-    def update(self, grads: Tree, state: ClipState, params: Tree, *, donate: bool = False) -> tuple[Tree, ClipState]:
-        check_tensors(grads, "grads")
-        leaves, spec = flatten(grads)
+    def update(
+        self, grads: Tree, state: optimizers.ClipState, params: Tree, *, donate: bool = False
+    ) -> tuple[Tree, optimizers.ClipState]:
+        tree.check_tensors(grads, "grads")
+        leaves, spec = tree.flatten(grads)
         norm = self.norm(leaves)
         if self.max_norm == math.inf:
-            return grads, ClipState(norm)
+            return grads, optimizers.ClipState(norm)
         factor = torch.clamp(float(self.max_norm) / (norm + float(self.eps)), max=1.0)
         factors = {device: factor.to(device) for device in {leaf.device for leaf in leaves}}
-        if len(factors) == 1 and not differentiated(leaves):
+        if len(factors) == 1 and not optimizers.differentiated(leaves):
             scaled: Sequence[Tensor] = torch._foreach_mul(leaves, factor)
         else:  # foreach has no vmap rules and no derivative for the factor
             scaled = [leaf * factors[leaf.device] for leaf in leaves]
         # A 0-dim gradient times a factor of another dtype may change its dtype, so cast back.
-        return spec.unflatten([new.to(old.dtype) for new, old in zip(scaled, leaves, strict=True)]), ClipState(norm)
+        return spec.unflatten(
+            [new.to(old.dtype) for new, old in zip(scaled, leaves, strict=True)]
+        ), optimizers.ClipState(norm)
 
     def __repr__(self) -> str:
         if self.max_norm == math.inf:
             return "measure_global_norm()"
-        norm = "" if self.takes_parts else f", norm={name_of(self.norm)}"
+        norm = "" if self.takes_parts else f", norm={arguments.name_of(self.norm)}"
         return f"clip_by_global_norm({self.max_norm}{'' if self.eps == 1e-6 else f', eps={self.eps}'}{norm})"
 
 
-def clip_by_global_norm(max_norm: float, *, eps: float = 1e-6) -> Optimizer:
+def clip_by_global_norm(max_norm: float, *, eps: float = 1e-6) -> optimizers.Optimizer:
     """Scale gradients down so that their global norm is at most `max_norm`, exactly as ``clip_grad_norm_`` does.
 
     >>> import torch
@@ -120,7 +100,7 @@ def clip_by_global_norm(max_norm: float, *, eps: float = 1e-6) -> Optimizer:
     return ClipByGlobalNorm(max_norm, eps)
 
 
-def measure_global_norm() -> Optimizer:
+def measure_global_norm() -> optimizers.Optimizer:
     """Measure the gradients' global norm and pass them on unchanged: :func:`clip_by_global_norm` without a limit.
 
     In a train step's chain it gives ``metrics.grad_norm``: the Euclidean norm of all gradients as the optimizer gets
@@ -141,7 +121,7 @@ def measure_global_norm() -> Optimizer:
 
 
 @dataclass(frozen=True, repr=False)
-class ClipByValue(LeafTransform):
+class ClipByValue(optimizers.LeafTransform):
     """Made by :func:`clip_by_value`."""
 
     elementwise: ClassVar[bool] = True
@@ -149,24 +129,25 @@ class ClipByValue(LeafTransform):
     limit: float
 
     def __post_init__(self) -> None:
-        check_fields(self, OptimError, "limit")
+        arguments.check_fields(self, OptimError, "limit")
         if not self.limit > 0:
             raise OptimError(f"clip_by_value: limit must be > 0, got {brief(self.limit)}.")
 
     def update(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
-        check_tensors(grads, "grads")
-        leaves, spec = flatten(grads)
+        tree.check_tensors(grads, "grads")
+        leaves, spec = tree.flatten(grads)
         return spec.unflatten(self._clipped(leaves, grads)), state
 
-    def update_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: Tree) -> Tensors:
+    def update_leaves(self, grads: list[Tensor], states: Any, params: list[Tensor], state: Tree) -> list[Tensor]:
         return self._clipped(grads, None)
 
-    def _clipped(self, leaves: Tensors, tree: Tree) -> Tensors:
+    def _clipped(self, leaves: list[Tensor], given: Tree) -> list[Tensor]:
         for index, leaf in enumerate(leaves):
             if leaf.is_complex():
+                which = optimizers.leaf_name(given, index)
                 raise OptimError(
-                    f"clip_by_value: the gradient of {leaf_name(tree, index)} is complex, and complex numbers have no "
-                    "order. Use clip_by_global_norm."
+                    f"clip_by_value: the gradient of {which} is complex, and complex numbers have no order. Use "
+                    "clip_by_global_norm."
                 )
         return [leaf.clamp(-float(self.limit), float(self.limit)) for leaf in leaves]
 
@@ -174,7 +155,7 @@ class ClipByValue(LeafTransform):
         return f"clip_by_value({self.limit})"
 
 
-def clip_by_value(limit: float) -> Optimizer:
+def clip_by_value(limit: float) -> optimizers.Optimizer:
     """Clamp every number of the gradients to ``-limit`` .. ``limit``, as ``clip_grad_value_`` does. NaN stays NaN.
 
     >>> import torch
@@ -186,22 +167,3 @@ def clip_by_value(limit: float) -> Optimizer:
         ltx.errors.OptimError: `limit` isn't a number > 0, or a gradient is complex.
     """
     return ClipByValue(limit)
-
-
-def grad_norm(state: Tree) -> Tensor | None:
-    """The gradient norm that clipping or :func:`measure_global_norm` has put into an optimizer's `state`; else None.
-
-    If each group of a :func:`ltx.optim.partition` has measured its norm, the norm of all groups together; None if only
-    some groups have.
-
-    >>> import torch
-    >>> grad_norm((ClipState(torch.tensor(5.0)), ()))
-    tensor(5.)
-    >>> grad_norm({"matrices": ClipState(torch.tensor(3.0)), "rest": (ClipState(torch.tensor(4.0)), ())})
-    tensor(5.)
-    """
-    first = next((node for node in all_of(state, ClipState, dict) if all_of(node, ClipState)), None)
-    if first is None or isinstance(first, ClipState):
-        return first and first.norm
-    norms = [grad_norm(group) for group in first.values()]
-    return None if any(norm is None for norm in norms) else global_norm([norm for norm in norms if norm is not None])
