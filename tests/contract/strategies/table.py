@@ -54,7 +54,9 @@ ROWS: dict[str, Row] = {
     ),
     "bagua gradient_allreduce": Row(ltx.BaguaStrategy("gradient_allreduce", flatten=True), ddp.mean_gradients),
     "bagua gradient_allreduce, sum": Row(
-        ltx.BaguaStrategy("gradient_allreduce", average=False), bagua.sum_of_gradients(0.02), SLOW
+        ltx.BaguaStrategy("gradient_allreduce", average=False),
+        horovod.averaged(factor=lambda n: n, lr=lambda n: 0.02),
+        SLOW,
     ),
     "bagua bytegrad": Row(ltx.BaguaStrategy("bytegrad"), bagua.eight_bit_gradients()),
     "bagua bytegrad, sum": Row(
@@ -142,7 +144,7 @@ ROWS: dict[str, Row] = {
     ),
     "no communication after a while": Row(
         ltx.DDPStrategy(comm_hook=hooks.after(2, hooks.Noop())),
-        partial(ddp.alone_after, steps=2),
+        partial(local_sgd.hierarchical, levels={}, warmup=2, node=1),
         ranks=(2,),
         replicated=False,
     ),
@@ -227,7 +229,7 @@ ROWS: dict[str, Row] = {
     "horovod adasum, 2 passes": Row(
         ltx.HorovodStrategy(op="adasum", backward_passes_per_step=2), horovod.adasum_of_steps(passes=2), ranks=(2,)
     ),
-    "zero": Row(ltx.ZeroStrategy(), zero.momentum),
+    "zero": Row(ltx.ZeroStrategy(), ddp.mean_gradients),
     "zero, bytegrad": Row(ltx.ZeroStrategy(comm_hook=hooks.ByteGrad()), zero.eight_bit_parts),
     "zero, topk": Row(ltx.ZeroStrategy(comm_hook=hooks.TopK(0.5)), zero.greatest_half_of_parts),
     "zero, several buckets, clipped AdamW": Row(

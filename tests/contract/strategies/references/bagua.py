@@ -1,27 +1,14 @@
-"""Bagua's algorithms: sums and 8-bit means of gradients, gossip about weights, compressed gossip on a ring."""
+"""Bagua's algorithms: 8-bit means of gradients, gossip about weights, compressed gossip on a ring."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from tests.contract.strategies.problem import Array, Params, Problem, Sgd, mean_of, on_each
 
 Reference = Callable[[Problem], list[list[Params]]]
-
-
-def sum_of_gradients(lr: float = 0.1) -> Reference:
-    """w <- w - lr v(sum_r grad f_r(w))"""
-
-    def train(problem: Problem) -> list[list[Params]]:
-        n, optimizer, params, history = problem.ranks, Sgd(lr), problem.start, []
-        for step in range(problem.steps):
-            params = optimizer.step(params, on_each(lambda g: n * g, mean_of(problem.grads([params] * n, step))))
-            history.append([params] * n)
-        return history
-
-    return train
 
 
 # --- eight bits -------------------------------------------------------------------------------------------------------
@@ -44,17 +31,31 @@ def eight_bits(x: Array) -> Array:
     return np.asarray((np.clip(np.minimum(np.rint(x * s), upper) - lower, 0, 255) + lower) / s)
 
 
-def flat(params: Params) -> Array:
+def flat(params: Params, order: Sequence[str] = ("b", "s", "w")) -> Array:
     """All parameters, as they lie in one bucket."""
-    return np.concatenate([params[name].reshape(-1) for name in sorted(params)])
+    return np.concatenate([params[name].reshape(-1) for name in order])
 
 
-def unflat(vector: Array, like: Params) -> Params:
+def unflat(vector: Array, like: Params, order: Sequence[str] = ("b", "s", "w")) -> Params:
     parts, start = {}, 0
-    for name in sorted(like):
+    for name in order:
         parts[name] = vector[start : start + like[name].size].reshape(like[name].shape)
         start += like[name].size
     return parts
+
+
+def eight_bit_sum(shares: list[Array]) -> Array:
+    n, size = len(shares), len(shares[0])
+    padded = [np.pad(inputs, (0, -size % n), "edge") for inputs in shares]
+    summed = [sum(eight_bits(row) for row in rows) for rows in zip(*(np.split(p, n) for p in padded), strict=True)]
+    return np.concatenate([eight_bits(np.asarray(row)) for row in summed])[:size]
+
+
+def sum_by_node(shares: list[Array], node: int) -> Array:
+    m, size = min(node, len(shares)), len(shares[0])
+    sums = [np.asarray(sum(shares[first : first + m])) for first in range(0, len(shares), m)]
+    cut = [np.split(np.pad(vector, (0, -size % m)), m) for vector in sums]
+    return np.concatenate([eight_bit_sum(list(parts)) for parts in zip(*cut, strict=True)])[:size]
 
 
 def eight_bit_gradients(average: bool = True, lr: float = 0.1, node: int = 1) -> Reference:
@@ -64,23 +65,11 @@ def eight_bit_gradients(average: bool = True, lr: float = 0.1, node: int = 1) ->
     one bucket, w last.
     """
 
-    def total(shares: list[Array]) -> Array:
-        n, size = len(shares), len(shares[0])
-        padded = [np.pad(inputs, (0, -size % n), "edge") for inputs in shares]
-        summed = [sum(eight_bits(row) for row in rows) for rows in zip(*(np.split(p, n) for p in padded), strict=True)]
-        return np.concatenate([eight_bits(np.asarray(row)) for row in summed])[:size]
-
-    def by_node(shares: list[Array]) -> Array:
-        m, size = min(node, len(shares)), len(shares[0])
-        sums = [np.asarray(sum(shares[first : first + m])) for first in range(0, len(shares), m)]
-        cut = [np.split(np.pad(vector, (0, -size % m)), m) for vector in sums]
-        return np.concatenate([total(list(parts)) for parts in zip(*cut, strict=True)])[:size]
-
     def train(problem: Problem) -> list[list[Params]]:
         n, optimizer, params, history = problem.ranks, Sgd(lr), problem.start, []
         for step in range(problem.steps):
             shares = [g / (n if average else 1) for g in map(flat, problem.grads([params] * n, step))]
-            params = optimizer.step(params, unflat(by_node(shares), params))
+            params = optimizer.step(params, unflat(sum_by_node(shares, node), params))
             history.append([params] * n)
         return history
 

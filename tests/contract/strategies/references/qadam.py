@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 
 from tests.contract.strategies.problem import Array, Params, Problem, mean_of, on_each
-from tests.contract.strategies.references.bagua import eight_bits
+from tests.contract.strategies.references.bagua import flat, sum_by_node, unflat
 
 #: From each rank's momentum, flat, to the one that all use.
 Average = Callable[[list[Array]], Array]
 #: The order in which one bucket holds the problem's parameters: that in which a backward pass is expected to end.
 ORDER = ("s", "b", "w")
-
-
-def eight_bit_mean(vectors: list[Array]) -> Array:
-    """Bagua's bytegrad: everyone's row r goes to rank r in codes; it adds them up and sends the sum's codes to all."""
-    n, numel = len(vectors), len(vectors[0])
-    rows = [np.pad(v / n, (0, -numel % n), "edge").reshape(n, -1) for v in vectors]
-    return np.concatenate([eight_bits(np.sum([eight_bits(of[r]) for of in rows], 0)) for r in range(n)])[:numel]
-
-
-def by_node(vectors: list[Array], node: int) -> Array:
-    """The same among nodes of so many ranks: exact means of each, whose parts go their own ways."""
-    m, numel = min(node, len(vectors)), len(vectors[0])
-    means = [np.mean(vectors[first : first + m], axis=0) for first in range(0, len(vectors), m)]
-    parts = [np.split(np.pad(mean, (0, -numel % m)), m) for mean in means]
-    return np.concatenate([eight_bit_mean(list(of_nodes)) for of_nodes in zip(*parts, strict=True)])[:numel]
 
 
 def signs(x: Array, block: int) -> Array:
@@ -61,9 +45,7 @@ class OneBit:
 
 
 def averaged(trees: list[Params], average: Average) -> Params:
-    flat = average([np.concatenate([tree[name].reshape(-1) for name in ORDER]) for tree in trees])
-    parts = np.split(flat, np.cumsum([trees[0][name].size for name in ORDER])[:-1])
-    return {name: part.reshape(trees[0][name].shape) for name, part in zip(ORDER, parts, strict=True)}
+    return unflat(average([flat(tree, ORDER) for tree in trees]), trees[0], ORDER)
 
 
 def trained_by(
@@ -81,7 +63,7 @@ def trained_by(
 
     def reference(problem: Problem) -> list[list[Params]]:
         x, history = problem.start, []
-        average = partial(by_node, node=node) if one_bit is None else OneBit(one_bit)
+        average = (lambda vs: sum_by_node([v / len(vs) for v in vs], node)) if one_bit is None else OneBit(one_bit)
         m = v = on_each(np.zeros_like, x)
         for s in range(1, problem.steps + 1):
             grads = problem.grads([x] * problem.ranks, s - 1)

@@ -10,8 +10,9 @@ from tests.contract.strategies.problem import Adam, Array, Params, Problem, Sgd,
 from tests.contract.strategies.references.bagua import eight_bits
 
 
-def _trained(problem: Problem, optimizer: Sgd | Adam, max_norm: float = float("inf")) -> list[list[Params]]:
-    params, history = problem.start, []
+def clipped_adam(problem: Problem, max_norm: float = 0.3) -> list[list[Params]]:
+    """Gradients are clipped to a norm which is below that of most of them."""
+    optimizer, params, history = Adam(), problem.start, []
     for step in range(problem.steps):
         grads = mean_of(problem.grads([params] * problem.ranks, step))
         norm = sum((g**2).sum() for g in grads.values()) ** 0.5
@@ -19,15 +20,6 @@ def _trained(problem: Problem, optimizer: Sgd | Adam, max_norm: float = float("i
         params = optimizer.step(params, on_each(lambda g, by=factor: g * by, grads))
         history.append([params] * problem.ranks)
     return history
-
-
-def momentum(problem: Problem) -> list[list[Params]]:
-    return _trained(problem, Sgd())
-
-
-def clipped_adam(problem: Problem) -> list[list[Params]]:
-    """Gradients are clipped to norm 0.3, which is below most of them."""
-    return _trained(problem, Adam(), 0.3)
 
 
 # --- with a lossy hook ------------------------------------------------------------------------------------------------
