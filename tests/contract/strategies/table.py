@@ -11,7 +11,7 @@ import torch
 import ltx
 from ltx import hooks
 from tests.contract.strategies.problem import Adam, Params, Problem
-from tests.contract.strategies.references import async_averaging, bagua, ddp, diloco, horovod, local_sgd, qadam, zero
+from tests.contract.strategies.references import averaging, bagua, horovod, zero
 from tests.inside import AsyncAveraging, QAdam
 from tests.twins.training import sgd
 
@@ -48,11 +48,11 @@ class Row:
 
 
 ROWS: dict[str, Row] = {
-    "ddp": Row(ltx.DDPStrategy(), ddp.mean_gradients),
+    "ddp": Row(ltx.DDPStrategy(), averaging.mean_gradients),
     "ddp, several buckets": Row(
-        ltx.DDPStrategy(bucket_bytes=8, first_bucket_bytes=8, comm_hook=hooks.AllReduce()), ddp.mean_gradients
+        ltx.DDPStrategy(bucket_bytes=8, first_bucket_bytes=8, comm_hook=hooks.AllReduce()), averaging.mean_gradients
     ),
-    "bagua gradient_allreduce": Row(ltx.BaguaStrategy("gradient_allreduce", flatten=True), ddp.mean_gradients),
+    "bagua gradient_allreduce": Row(ltx.BaguaStrategy("gradient_allreduce", flatten=True), averaging.mean_gradients),
     "bagua gradient_allreduce, sum": Row(
         ltx.BaguaStrategy("gradient_allreduce", average=False),
         horovod.averaged(factor=lambda n: n, lr=lambda n: 0.02),
@@ -99,7 +99,7 @@ ROWS: dict[str, Row] = {
     ),
     "bagua gradient_allreduce, hierarchical": Row(
         ltx.BaguaStrategy("gradient_allreduce", hierarchical=True, node_size=2, bucket_bytes=8, first_bucket_bytes=8),
-        ddp.mean_gradients,
+        averaging.mean_gradients,
         ranks=(4,),
     ),
     "bagua decentralized, hierarchical": Row(
@@ -128,81 +128,86 @@ ROWS: dict[str, Row] = {
         replicated=False,
     ),
     "local SGD": Row(
-        ltx.LocalSGDStrategy(3, warmup_steps=2), partial(local_sgd.post_local, period=3, warmup=2), replicated=False
+        ltx.LocalSGDStrategy(3, warmup_steps=2), partial(averaging.post_local, period=3, warmup=2), replicated=False
     ),
     "local SGD in nodes, hierarchical": Row(
         ltx.LocalSGDStrategy({2: 2, 4: 4}, warmup_steps=1, subgroup=2),
-        partial(local_sgd.hierarchical, levels={2: 2, 4: 4}, warmup=1, node=2),
+        partial(averaging.hierarchical, levels={2: 2, 4: 4}, warmup=1, node=2),
         ranks=(4,),
         replicated=False,
     ),
     "DDP that averages models": Row(
         ltx.DDPStrategy(model_averaging_period=2, start_local_sgd_step=1),
-        partial(local_sgd.post_local, period=2, warmup=1),
+        partial(averaging.post_local, period=2, warmup=1),
         ranks=(2,),
         replicated=False,
     ),
     "no communication after a while": Row(
         ltx.DDPStrategy(comm_hook=hooks.after(2, hooks.Noop())),
-        partial(local_sgd.hierarchical, levels={}, warmup=2, node=1),
+        partial(averaging.hierarchical, levels={}, warmup=2, node=1),
         ranks=(2,),
         replicated=False,
     ),
     "DiLoCo": Row(
-        ltx.DiLoCoStrategy(3), partial(diloco.diloco, period=3, lr=0.7, momentum=0.9), ranks=(2,), replicated=False
+        ltx.DiLoCoStrategy(3), partial(averaging.diloco, period=3, lr=0.7, momentum=0.9), ranks=(2,), replicated=False
     ),
     "DiLoCo, 8 bits, fragments": Row(
         ltx.DiLoCoStrategy(3, outer_lr=0.5, outer_momentum=0.8, outer_hook=hooks.ByteGrad(), fragments=2),
         partial(
-            diloco.diloco, period=3, lr=0.5, momentum=0.8, average=diloco.EightBits, fragments=(("b", "s"), ("w",))
+            averaging.diloco,
+            period=3,
+            lr=0.5,
+            momentum=0.8,
+            average=averaging.EightBits,
+            fragments=(("b", "s"), ("w",)),
         ),
         replicated=False,
     ),
     "DiLoCo, SlowMo's outer step, mixed": Row(
         ltx.DiLoCoStrategy(3, outer=sgd(0.8, momentum=0.5), fragments=2, update_alpha=0.25),
         partial(
-            diloco.diloco, period=3, lr=0.8, momentum=0.5, nesterov=False, alpha=0.25, fragments=(("b", "s"), ("w",))
+            averaging.diloco, period=3, lr=0.8, momentum=0.5, nesterov=False, alpha=0.25, fragments=(("b", "s"), ("w",))
         ),
         ranks=(2,),
         replicated=False,
     ),
     "DiLoCo, 8 bits with error feedback": Row(
         ltx.DiLoCoStrategy(3, outer_hook=hooks.ByteGrad(error_feedback=True)),
-        partial(diloco.diloco, period=3, lr=0.7, momentum=0.9, average=partial(diloco.EightBits, feedback=True)),
+        partial(averaging.diloco, period=3, lr=0.7, momentum=0.9, average=partial(averaging.EightBits, feedback=True)),
         replicated=False,
     ),
     # Between steps 4 and 5, where the suite saves a state, nothing is under way; test_diloco.py saves at all others.
     "DiLoCo, fragments sent two steps ahead, mixed": Row(
         ltx.DiLoCoStrategy(8, fragments=2, fragment_sync_delay=2, update_alpha=0.25),
-        partial(diloco.diloco, period=8, lr=0.7, momentum=0.9, fragments=(("b", "s"), ("w",)), alpha=0.25, delay=2),
+        partial(averaging.diloco, period=8, lr=0.7, momentum=0.9, fragments=(("b", "s"), ("w",)), alpha=0.25, delay=2),
         replicated=False,
     ),
     "qadam": Row(
-        QAdam(warmup_steps=4, betas=(0.8, 0.9)), qadam.trained_by(**QADAM), optimizer=ltx.optim.qadam(**QADAM)
+        QAdam(warmup_steps=4, betas=(0.8, 0.9)), bagua.trained_by(**QADAM), optimizer=ltx.optim.qadam(**QADAM)
     ),
     "qadam, as Bagua's": Row(
         QAdam(warmup_steps=4, betas=(0.8, 0.9)),
-        qadam.trained_by(**QADAM, bagua_exact=True),
+        bagua.trained_by(**QADAM, bagua_exact=True),
         optimizer=ltx.optim.qadam(**QADAM, bagua_exact=True),
         ranks=(3,),
     ),
     "1-bit Adam": Row(
         ltx.BaguaStrategy("qadam", warmup_steps=4, betas=(0.8, 0.9), momentum_hook=hooks.OneBit(block=8)),
-        qadam.trained_by(**QADAM, one_bit=8),
+        bagua.trained_by(**QADAM, one_bit=8),
         optimizer=ltx.optim.qadam(**QADAM),
         ranks=(2, 3),
     ),
     "qadam, hierarchical": Row(
         ltx.BaguaStrategy("qadam", warmup_steps=4, betas=(0.8, 0.9), hierarchical=True, node_size=2),
-        qadam.trained_by(**QADAM, node=2),
+        bagua.trained_by(**QADAM, node=2),
         optimizer=ltx.optim.qadam(**QADAM),
         ranks=(4,),
     ),
     # Between steps 4 and 5, where the suite saves a state, no round is under way; at the end one is.
-    "async": Row(AsyncAveraging(warmup_steps=2, schedule=(3, 2)), async_averaging.rounds(2, 3, 2), replicated=False),
+    "async": Row(AsyncAveraging(warmup_steps=2, schedule=(3, 2)), averaging.rounds(2, 3, 2), replicated=False),
     "async, hierarchical": Row(
         ltx.BaguaStrategy("async", warmup_steps=2, schedule=(3, 2), hierarchical=True, node_size=2),
-        async_averaging.rounds(2, 3, 2, node=2),
+        averaging.rounds(2, 3, 2, node=2),
         ranks=(4,),
         replicated=False,
     ),
@@ -229,7 +234,7 @@ ROWS: dict[str, Row] = {
     "horovod adasum, 2 passes": Row(
         ltx.HorovodStrategy(op="adasum", backward_passes_per_step=2), horovod.adasum_of_steps(passes=2), ranks=(2,)
     ),
-    "zero": Row(ltx.ZeroStrategy(), ddp.mean_gradients),
+    "zero": Row(ltx.ZeroStrategy(), averaging.mean_gradients),
     "zero, bytegrad": Row(ltx.ZeroStrategy(comm_hook=hooks.ByteGrad()), zero.eight_bit_parts),
     "zero, topk": Row(ltx.ZeroStrategy(comm_hook=hooks.TopK(0.5)), zero.greatest_half_of_parts),
     "zero, several buckets, clipped AdamW": Row(
