@@ -76,8 +76,8 @@ MUTANTS = (
         "strategies: gossip doesn't tell steps apart -> ranks that are steps apart average their weights",
         At("Decentralized._check", "bool(((mine == 0) & (tag != 0)).any())", "bool(((mine == 1) & (tag == 2)).any())"),
         (
-            "tests/contract/strategies/test_gossip.py::test_weights_of_another_step_are_refused",
-            "tests/contract/strategies/test_gossip.py::test_means_over_different_steps_are_refused",
+            "tests/contract/strategies/test_bagua.py::test_weights_of_another_step_are_refused",
+            "tests/contract/strategies/test_bagua.py::test_means_over_different_steps_are_refused",
         ),
     ),
     Mutant(

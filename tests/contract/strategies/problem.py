@@ -72,18 +72,12 @@ def grad_of(p: Params, x: Array, y: Array) -> Params:
     return {"w": dz.T @ x, "b": dz.sum(0), "s": np.array((error * a).sum())}
 
 
-# --- trees of arrays -------------------------------------------------------------------------------------------------
-
-
 def on_each(f: Callable[..., Array], *trees: Params) -> Params:
     return {name: np.asarray(f(*(tree[name] for tree in trees))) for name in trees[0]}
 
 
 def mean_of(trees: list[Params]) -> Params:
     return on_each(lambda *arrays: sum(arrays) / len(arrays), *trees)
-
-
-# --- optimizers, from their papers -----------------------------------------------------------------------------------
 
 
 @dataclass

@@ -1,18 +1,21 @@
-"""Local gradients: what a blocked step gives, that reducing it gives the plain step's, and the reduction by itself."""
+"""Local gradients, and means over ranks, alone and in one ``.grad``, where DDP's no_sync() reduces the sum of both."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import grad
 
 import ltx
-from ltx.errors import StepError, TreeError
+from ltx import tree
+from ltx.errors import LtxError, RankMismatchError, ReplicaDivergedError, StepError, TreeError
 from tests.kinds import Ranks
-from tests.train_on import said
+from tests.train_on import refuses, said
 from tests.twins.cases import (
     CASES,
     WAYS,
@@ -177,3 +180,319 @@ def test_in_inference_mode(ranks: Ranks) -> None:
         return mean.tolist()
 
     assert ranks(2).run(on_rank).replicated() == [1.5, 1.5]
+
+
+N = 2
+
+
+def loss(w: dict[str, Tensor], x: Tensor) -> Tensor:
+    return ((w["a"] * x).tanh() * w["b"]).sum()
+
+
+STEP = ltx.data_parallel(loss)
+LOCAL = ltx.block_backward_sync(STEP)
+
+
+def problem(seed: int, batches: int = 3) -> tuple[dict[str, Tensor], Tensor, list[dict[str, Tensor]]]:
+    """Parameters, this rank's batches, and the mean over ranks of each batch's gradients, by plain autograd."""
+    torch.manual_seed(seed)
+    w = {"a": torch.randn(4), "b": torch.randn(4)}
+    xs = torch.randn(batches, N, 4)
+    means = []
+    for batch in xs:
+        plain = {k: v.clone().requires_grad_() for k, v in w.items()}
+        (sum(loss(plain, x) for x in batch) / N).backward()
+        means.append({k: v.grad for k, v in plain.items()})
+    leaves = {k: v.clone().requires_grad_() for k, v in w.items()}
+    return leaves, xs[:, int(ltx.axis_index())], means  # type: ignore[return-value]
+
+
+def total(means: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {k: sum(m[k] for m in means) for k in means[0]}  # type: ignore[misc]
+
+
+def of(w: dict[str, Tensor]) -> dict[str, Any]:
+    return {k: v.grad for k, v in w.items()}
+
+
+def clipped(w: dict[str, Tensor]) -> None:
+    torch.nn.utils.clip_grad_norm_(w.values(), 0.1)
+
+
+def unscaled(w: dict[str, Tensor]) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(torch.optim.SGD(w.values(), lr=0.1))
+
+
+def clipped_by_value(w: dict[str, Tensor]) -> None:
+    """The greatest alone: if all were clipped, nothing but signs would tell the ranks' gradients apart."""
+    most = max(v.grad.abs().max().item() for v in w.values() if v.grad is not None)
+    torch.nn.utils.clip_grad_value_(w.values(), 0.9 * most)
+
+
+def anew(w: dict[str, Tensor]) -> None:
+    for v in w.values():
+        v.grad = v.grad / 2  # type: ignore[operator]
+
+
+# What is done to local gradients, and leaves them local.
+CHANGED: dict[str, Callable[[dict[str, Tensor]], Any]] = {
+    "nothing": lambda w: None,
+    "clip_grad_norm_": clipped,
+    "clip_grad_value_": clipped_by_value,
+    "mul_": lambda w: [v.grad.mul_(0.5) for v in w.values()],  # type: ignore[union-attr]
+    "div_ of data": lambda w: [v.grad.data.div_(3) for v in w.values()],  # type: ignore[union-attr]
+    "foreach": lambda w: torch._foreach_mul_([v.grad for v in w.values()], 0.5),  # type: ignore[arg-type]
+    "GradScaler": unscaled,
+    "out of place": anew,
+    "another backward pass": lambda w: loss(w, torch.ones(4)).backward(create_graph=True),
+}
+
+
+# Whose gradients are each rank's own.
+OWN: dict[str, Callable[[dict[str, Tensor], Tensor], Any]] = {
+    "blocked": lambda w, x: [LOCAL(w, y).backward() for y in (x, x + 1)],
+    "half of blocked": lambda w, x: (LOCAL(w, x) / 2).backward(),
+    "plain": lambda w, x: (loss(w, x) / 2).backward(),
+    "after a reduced pass": lambda w, x: (STEP(w, x).backward(), loss(w, x).backward()),
+    "noise": lambda w, x: (STEP(w, x).backward(), w["a"].grad.add_(x), w["b"].grad.sub_(x)),  # type: ignore[union-attr]
+    "assigned": lambda w, x: [setattr(v, "grad", x.clone()) for v in w.values()],
+}
+
+
+def mixed(seed: int, name: str, own: str) -> str:
+    w, xs, means = problem(seed)
+    OWN[own](w, xs[0])
+    CHANGED[name](w)
+    before = copy.deepcopy({k: v.detach() for k, v in of(w).items()})
+    for _ in range(2):
+        text = said(RankMismatchError, STEP(w, xs[2]).backward)
+        torch.testing.assert_close(of(w), before, rtol=0, atol=0)
+    zero(w, set_to_none=True)
+    STEP(w, xs[2]).backward()  # and goes on
+    torch.testing.assert_close(of(w), means[2])
+    return text
+
+
+@pytest.mark.parametrize(("own", "name"), [("blocked", name) for name in CHANGED] + [(own, "nothing") for own in OWN])
+def test_a_reduced_pass_refuses_gradients_of_each_rank(ranks: Ranks, seed: int, own: str, name: str) -> None:
+    first, second = ranks(N).run(mixed, seed, name, own)
+    assert first == second
+    assert "rank 1: 'a.grad' and 1 more (digest" in first
+    for text in ("block_backward_sync", "ltx.accumulate(", "ltx.sync_gradients(", "set .grad to None"):
+        assert text in first
+
+
+# What a reduced pass doesn't find, as no reduced pass adds to it.
+UNFOUND: dict[str, Callable[[dict[str, Tensor], Tensor], Any]] = {
+    "another term": lambda w, x: (STEP(w, x) + loss(w, x)).backward(),
+    "a local pass after it": lambda w, x: (STEP(w, x).backward(), loss(w, x).backward()),
+    "noise": OWN["noise"],
+}
+
+
+def drifted(seed: int, name: str) -> None:
+    w, xs, _ = problem(seed)
+    UNFOUND[name](w, xs[0])
+    torch.optim.SGD(w.values(), lr=0.1).step()
+    zero(w, set_to_none=True)
+    with ltx.debug_checks(), pytest.raises(ReplicaDivergedError, match="leaf 'a'"):
+        STEP(w, xs[1])
+    refuses(ReplicaDivergedError, "leaf 'a'", ltx.check_replicas, w)
+
+
+@pytest.mark.parametrize("name", UNFOUND)
+def test_what_it_has_done_to_parameters_is_found_in_the_next_step(ranks: Ranks, seed: int, name: str) -> None:
+    ranks(N).run(drifted, seed, name)
+
+
+def test_simulated_ranks_refuse_it_where_each_has_its_own(seed: int) -> None:
+    """What all of them share gets the sum of their gradients in both passes, which is no other on any rank."""
+    w, xs = problem(seed)[0], torch.randn(N, 4)
+
+    def backward(step: Any, w: dict[str, Tensor], in_dim: int | None) -> None:
+        ltx.vmap(step, in_dims=(in_dim, 0))(w, xs).sum().backward()
+
+    backward(LOCAL, w, None)
+    backward(STEP, w, None)
+    expected = {k: v.detach().clone().requires_grad_() for k, v in w.items()}
+    (2 * sum(loss(expected, x) for x in xs)).backward()  # type: ignore[union-attr]
+    torch.testing.assert_close(of(w), of(expected))
+    stacked = {k: v.detach().expand(N, 4).clone().requires_grad_() for k, v in w.items()}
+    backward(LOCAL, stacked, 0)
+    CHANGED["mul_"](stacked)
+    with pytest.raises(ReplicaDivergedError, match=r"leaf 'a\.grad' .* differs on rank 1 .*ltx\.accumulate\("):
+        backward(STEP, stacked, 0)
+    for v in stacked.values():
+        v.grad.copy_(v.grad.mean(0).expand(N, 4))  # type: ignore[union-attr]
+    backward(STEP, stacked, 0)
+
+
+def one_rank_alone(seed: int) -> str:
+    """Rank 1 alone has gradients of its own: its peer mustn't wait for it, nor go on with half a mean."""
+    w, xs, means = problem(seed)
+    if int(ltx.axis_index()):
+        LOCAL(w, xs[0]).backward()
+    text = said(LtxError, lambda: STEP(w, xs[1]).backward())
+    zero(w, set_to_none=True)
+    STEP(w, xs[2]).backward()
+    torch.testing.assert_close(of(w), means[2])
+    return text
+
+
+def test_of_one_rank_alone_both_hear(ranks: Ranks, seed: int) -> None:
+    assert all("block_backward_sync" in text for text in ranks(N).run(one_rank_alone, seed))
+
+
+def zero(w: dict[str, Tensor], set_to_none: bool) -> None:
+    torch.optim.SGD(w.values(), lr=0.1).zero_grad(set_to_none=set_to_none)
+
+
+def by_hand(w: dict[str, Tensor], xs: Tensor, in_place: bool, data: bool = False) -> None:
+    LOCAL(w, xs[0]).backward()
+    LOCAL(w, xs[1]).backward()
+    means, _ = ltx.sync_gradients(of(w))
+    for k, v in w.items():
+        if in_place:
+            (v.grad.data if data else v.grad).copy_(means[k])  # type: ignore[union-attr]
+        else:
+            v.grad = means[k]
+    STEP(w, xs[2]).backward()
+
+
+def averaged(w: dict[str, Tensor], xs: Tensor) -> None:
+    LOCAL(w, xs[0]).backward()
+    for v in w.values():
+        v.grad.copy_(ltx.pmean(v.grad)).mul_(2.0).div_(2.0)  # type: ignore[union-attr]
+    STEP(w, xs[1]).backward()
+
+
+def after_zeros(w: dict[str, Tensor], xs: Tensor, set_to_none: bool) -> None:
+    LOCAL(w, xs[0]).backward()
+    zero(w, set_to_none)
+    STEP(w, xs[1]).backward()
+
+
+def after_zeros_of_data(w: dict[str, Tensor], xs: Tensor) -> None:
+    """As older programs zero gradients."""
+    LOCAL(w, xs[0]).backward()
+    for v in w.values():
+        v.grad.data.zero_()  # type: ignore[union-attr]
+    STEP(w, xs[1]).backward()
+
+
+def reduced_twice(w: dict[str, Tensor], xs: Tensor) -> None:
+    STEP(w, xs[0]).backward()
+    STEP(w, xs[1]).backward()
+
+
+def same_everywhere(w: dict[str, Tensor], xs: Tensor) -> None:
+    """A plain loss without data, and reduced gradients that are scaled and clipped, are the same on all ranks."""
+    sum(v.square().sum() for v in w.values()).backward()  # type: ignore[union-attr]
+    STEP(w, xs[0]).backward()
+    for v in w.values():
+        v.grad.sub_(2 * v.detach()).mul_(2.0)  # type: ignore[union-attr]
+    assert torch.nn.utils.clip_grad_norm_(w.values(), 1e6) > 0
+    for v in w.values():
+        v.grad = v.grad / 2  # type: ignore[operator]
+    STEP(w, xs[1]).backward()
+
+
+def given_to_the_caller(w: dict[str, Tensor], xs: Tensor) -> None:
+    """What torch.autograd.grad returns isn't added to a .grad; nor are those of a blocked pass, there, in one."""
+    torch.autograd.grad(LOCAL(w, xs[1]), w.values())
+    STEP(w, xs[0]).backward()
+    copied = copy.deepcopy(of(w))
+    zero(w, True)
+    LOCAL(w, xs[1]).backward()
+    found = torch.autograd.grad(STEP(w, xs[0]), w.values())
+    torch.testing.assert_close(dict(zip(w, found, strict=True)), copied)
+    w["a"].grad, w["b"].grad = found
+
+
+def accumulated(w: dict[str, Tensor], xs: Tensor) -> None:
+    step = ltx.accumulate(STEP, 2)
+    step(w, xs[:2]).backward()
+    step(w, xs[:2]).backward()
+
+
+# What is right, and the batches whose means it adds up.
+ALLOWED: dict[str, tuple[Callable[[dict[str, Tensor], Tensor], None], list[int]]] = {
+    "reduced, then reduced": (reduced_twice, [0, 1]),
+    "local, local, sync_gradients in new tensors, reduced": (lambda w, xs: by_hand(w, xs, False), [0, 1, 2]),
+    "local, local, sync_gradients in place, reduced": (lambda w, xs: by_hand(w, xs, True), [0, 1, 2]),
+    "local, local, sync_gradients in place of data, reduced": (lambda w, xs: by_hand(w, xs, True, True), [0, 1, 2]),
+    "local, pmean in place, scaled twice, reduced": (averaged, [0, 1]),
+    "local, None, reduced": (lambda w, xs: after_zeros(w, xs, True), [1]),
+    "local, zeros, reduced": (lambda w, xs: after_zeros(w, xs, False), [1]),
+    "local, zeros by .data, reduced": (after_zeros_of_data, [1]),
+    "torch.autograd.grad": (given_to_the_caller, [0]),
+    "the same on all ranks": (same_everywhere, [0, 1]),
+    "accumulate": (accumulated, [0, 1]),
+}
+
+
+def allowed(name: str, seed: int) -> Any:
+    w, xs, means = problem(seed)
+    use, batches = ALLOWED[name]
+    use(w, xs)
+    return of(w), total([means[i] for i in batches])
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_is_right_stays(ranks: Ranks, seed: int, name: str) -> None:
+    for got, want in ranks(N).run(allowed, name, seed):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_nor_is_anything_refused_alone(name: str, seed: int) -> None:
+    w, xs, _ = problem(seed)
+    ALLOWED[name][0](w, xs)
+    LOCAL(w, xs[0]).backward()
+    STEP(w, xs[0]).backward()
+
+
+def experts(seed: int) -> None:
+    """Gradients that a hook leaves on each rank may differ."""
+    w, xs, means = problem(seed)
+    hook = ltx.hooks.partition({"b": ltx.hooks.Noop(), "*": ltx.hooks.AllReduce()})
+    step = ltx.data_parallel(loss, ltx.DDPStrategy(comm_hook=hook))
+    for x in xs:
+        step(w, x).backward()
+        for v in w.values():
+            v.grad.mul_(0.5)  # type: ignore[union-attr]
+    torch.testing.assert_close(w["a"].grad, sum(m["a"] / 2 ** (3 - i) for i, m in enumerate(means)))
+
+
+def with_state(seed: int) -> None:
+    """Of parameters with communication state, which is differentiated with them."""
+    torch.manual_seed(seed)
+    rank = int(ltx.axis_index())
+    step = ltx.data_parallel(loss, ltx.DDPStrategy(comm_hook=ltx.hooks.TopK(0.5)))
+    w = {k: torch.randn(4, requires_grad=True) for k in "ab"}
+    synced = ltx.Synced(w, tree.map(lambda x: x.requires_grad_(x.is_floating_point()), step.init(w)))
+    ltx.block_backward_sync(step)(synced, torch.randn(2, 4)[rank]).backward()
+    refuses(RankMismatchError, r"'a\.grad'", step(synced, torch.randn(4)).backward)
+
+
+def module_and_views(seed: int) -> None:
+    """Of a module, with one of two outputs, through create_graph, and through a reduced pass after another's."""
+    torch.manual_seed(seed)
+    net = nn.Linear(4, 2)
+    step = ltx.data_parallel(lambda w, x: (ltx.functional_call(net, w, (x,)).sum(), {"aux": x}))
+    params, x = dict(net.named_parameters()), torch.randn(2, 3, 4)[int(ltx.axis_index())]
+    for create_graph in (False, True):
+        step(params, x)[0].backward()
+        with ltx.block_backward_sync(step) as local:
+            local(params, x)[0].backward(create_graph=create_graph)
+        refuses(RankMismatchError, r"'bias\.grad' and 1 more", step(params, x)[0].backward)
+        net.zero_grad()
+        step(params, x)[0].backward()
+        net.zero_grad()
+
+
+@pytest.mark.parametrize("check", [experts, with_state, module_and_views])
+def test_other_kinds_of_gradients(check: Callable[[int], None], ranks: Ranks, seed: int) -> None:
+    ranks(N).run(check, seed)

@@ -11,9 +11,6 @@ from tests.contract.strategies.problem import Array, Params, Problem, Sgd, mean_
 Reference = Callable[[Problem], list[list[Params]]]
 
 
-# --- eight bits -------------------------------------------------------------------------------------------------------
-
-
 def eight_bits(x: Array) -> Array:
     """x as its receivers see it, by Bagua's MinMaxUInt8: codes of 0 to 255 of multiples of 1 / s, of which 0 is one.
 
@@ -74,9 +71,6 @@ def eight_bit_gradients(average: bool = True, lr: float = 0.1, node: int = 1) ->
         return history
 
     return train
-
-
-# --- gossip -----------------------------------------------------------------------------------------------------------
 
 
 def peer_of(rank: int, n: int, k: int) -> int:

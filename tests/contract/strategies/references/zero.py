@@ -22,9 +22,6 @@ def clipped_adam(problem: Problem, max_norm: float = 0.3) -> list[list[Params]]:
     return history
 
 
-# --- with a lossy hook ------------------------------------------------------------------------------------------------
-
-
 def _on_rows(code: Callable[[Array], Array], params: Params, ranks: int) -> Params:
     """Row r has the r-th part of every parameter, padded with zeros, and is coded by itself."""
     padded = {name: np.pad(x.reshape(-1), (0, -x.size % ranks)).reshape(ranks, -1) for name, x in params.items()}
