@@ -357,25 +357,26 @@ def let_go(held: list[Any]) -> None:
     if not groups:
         return
 
-    def drop() -> None:
-        known = [weakref.ref(group) for group in groups]
-        groups.clear()
-        if any(group() is not None for group in known):
-            gc.collect()  # only if needed: collecting blocks all threads, also those that send heartbeats
-
-    waiter = Thread(target=drop, name="ltx-teardown", daemon=True)
-    try:
-        waiter.start()
-    except RuntimeError:  # some versions of Python start no threads while they end
-        drop()
-        return
-    waiter.join(2.0)
-    if waiter.is_alive():
-        print(
-            "ltx: a collective is still under way that a peer hasn't joined. It is abandoned; peers that wait in it "
-            "get an error when this process ends.",
-            file=sys.stderr,
-        )
+    known = [weakref.ref(group) for group in groups]
+    for collected in (False, True):
+        if collected:  # only if needed: collecting blocks all threads, also those that send heartbeats
+            gc.collect()  # here, where `groups` are still held: it may take longer than peers may
+        waiter = Thread(target=groups.clear, name="ltx-teardown", daemon=True)
+        try:
+            waiter.start()
+        except RuntimeError:  # some versions of Python start no threads while they end
+            groups.clear()
+        else:
+            waiter.join(2.0)
+        if waiter.is_alive():
+            print(
+                "ltx: a collective is still under way that a peer hasn't joined. It is abandoned; peers that wait in "
+                "it get an error when this process ends.",
+                file=sys.stderr,
+            )
+            return
+        if not (groups := [group for ref in known if (group := ref()) is not None]):
+            return
 
 
 def unregister(group: dist.ProcessGroup) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from ltx.core.base.arguments import brief, outcome
 from ltx.core.base.errors import StepError
 from ltx.core.transforms.closure_check import refuse_captured
 from ltx.core.transforms.data_parallel import DataParallel
-from ltx.core.transforms.run import Run, Weighted
+from ltx.core.transforms.run import Run, Weighted, differentiating_itself
 from ltx.typing import Step, Tree
 
 
@@ -130,15 +130,16 @@ class GivenGradients:
 
     def __call__(self, params: Tree, *args: Any, **named: Any) -> Any:
         apart = tree.detached(params)  # the step differentiates itself
-        before = 0 if traced.recording() else private.nodes_made()
-        returned = self.fn(apart, *args, **named)
+        before = 0 if (recording := traced.recording()) else private.nodes_made()
+        with nullcontext() if recording else differentiating_itself():
+            returned = self.fn(apart, *args, **named)
         if not isinstance(returned, tuple) or isinstance(returned, Weighted) or len(returned) < 2:
             raise StepError(
                 'train_step: a step with returns="grads" returns (grads, loss), as ltx.grad_and_value and '
                 f"torch.func.grad_and_value do, and buffers and aux after them; got {brief(returned)}."
             )
         grads, loss, *rest = returned
-        if not traced.recording():  # gradients of a module's own parameters would be lost
+        if not recording:  # gradients of a module's own parameters would be lost
             refuse_captured(self.fn, loss, (apart, args, named), private.nodes_made() - before)
         zero = self._zero(params, grads)
         if isinstance(loss, Weighted):

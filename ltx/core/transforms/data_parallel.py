@@ -50,9 +50,12 @@ class DataParallel(StepSettings):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.returns == "grads":
-            if not traced.recording():
-                self._check_given(args)
-            return self._reduce_returned(self.fn(*args, **kwargs))
+            if traced.recording():
+                return self._reduce_returned(self.fn(*args, **kwargs))
+            self._check_given(args)
+            with calls.differentiating_itself():
+                output = self.fn(*args, **kwargs)
+            return self._reduce_returned(output)
         if traced.recording():
             return self.run(args, kwargs).value()
         if private.in_transform() and (flat := self._flat_below(args, kwargs)) is not None:

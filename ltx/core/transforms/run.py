@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
@@ -195,6 +196,21 @@ class Marked(NamedTuple):
         elif self.schedule is not None:
             raise StepError("the step returned no floating or complex tensor, so its parameters have no gradient.")
         return tree.unflatten(spec, leaves)
+
+
+@contextmanager
+def differentiating_itself() -> Iterator[None]:
+    """While a step that returns gradients is called: its parameters require none, which torch's error doesn't say."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+        raise StepError(
+            'the parameters that a step with returns="grads" gets require no gradient. Take torch.func.grad_and_value('
+            "loss)(params, ...) in it; or, for loss.backward() and torch.autograd.grad, first params = {name: "
+            "p.detach().requires_grad_() for name, p in params.items()}."
+        ) from error
 
 
 def reaching(output: Any, leaves: Sequence[torch.Tensor]) -> Any:

@@ -195,6 +195,24 @@ def test_a_modules_own_parameters_are_refused() -> None:
         train(state, torch.randn(2, 4), torch.tensor([0, 1]))
 
 
+@pytest.mark.parametrize("way", ["loss.backward()", "torch.autograd.grad"])
+def test_a_step_that_differentiates_by_plain_autograd_is_told_how(way: str) -> None:
+    def step(params: Params, x: Tensor) -> Any:
+        loss = (params["w"] * x).sum()
+        if way == "loss.backward()":
+            loss.backward()
+        return dict(zip(params, torch.autograd.grad(loss, [*params.values()]), strict=True)), loss.detach()
+
+    wrapped, text = (
+        ltx.data_parallel(step, returns="grads"),
+        r"gets require no gradient\. Take torch.func.grad_and_value",
+    )
+    params, x = {"w": torch.ones(2)}, torch.ones(2)
+    refuses(StepError, text, wrapped, params, x)
+    train = ltx.train_step(wrapped, SGD)
+    refuses(StepError, text, train, train.init(params), x)
+
+
 @pytest.mark.parametrize(
     ("returned", "text"),
     [

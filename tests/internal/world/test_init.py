@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
 import re
 import signal
 import socket
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
@@ -20,6 +23,7 @@ import torch.distributed as dist
 
 import ltx
 from ltx import World, init, shutdown, to_device, world
+from ltx.core.comm import backends
 from ltx.core.comm.store_exchange import StoreExchange
 from ltx.core.ranks.axis import axes_in_scope
 from ltx.core.world import init as world_init
@@ -436,3 +440,23 @@ def test_nccl_that_is_told_to(
         refuses(WorldError, "both on one device", refuse, 1, met, monkeypatch)
     else:
         refuse(1, met, monkeypatch)
+
+
+def test_garbage_is_collected_apart_from_the_wait_for_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a program with many objects that takes longer than peers may, and a rank isn't to say that they don't come."""
+
+    class Group:
+        def __init__(self) -> None:
+            self.itself = self  # only the collector finds it
+
+    groups, seen = [Group()], list[tuple[bool, bool]]()
+    ref = weakref.ref(groups[0])
+    collects = gc.collect
+
+    def collect() -> int:
+        seen.append((threading.current_thread() is threading.main_thread(), ref() is not None))
+        return collects()
+
+    monkeypatch.setattr(gc, "collect", collect)
+    backends.let_go([SimpleNamespace(release=lambda: [groups.pop()])])
+    assert seen == [(True, True)]
