@@ -124,10 +124,10 @@ autosummary_context = {"returned": returned}
 
 #: What classes that users hold do for the train step, or a step for its transformations.
 INTERNAL = {
-    "DataParallel": {"params_of", "run"},
+    "DataParallel": {"run"},
     "DynamicLossScale": {"after", "start"},
     "SyncState": {"advanced", "checked_step", "new"},
-    "TrainState": {"become", "check_owned", "donate", "invalidate", "seen"},
+    "TrainState": {"check_owned", "invalidate", "seen"},
     "Weighted": {"checked"},
 }
 
