@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy, pad
 
 import ltx
 from ltx.extend import CommHook, Packing, StateLayout, Updated, needs, optimizers, tree, unwrapped
+from ltx.optim.clipping import ClipByGlobalNorm
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Sharded(ltx.Strategy):
     def check(self, optimizer, axis=None):
         super().check(optimizer, axis)
         for member in optimizers.members_of(optimizer):
-            if not isinstance(member, optimizers.ClipByGlobalNorm):
+            if not isinstance(member, ClipByGlobalNorm):
                 needs.require("ZeRO, optimizer", member, "Sharded")
 
     def init_optimizer(self, optimizer, params, axis):
@@ -63,7 +64,7 @@ class Sharded(ltx.Strategy):
 
     def update(self, update, states, info, pending):
         def of_all(member):
-            if not isinstance(member, optimizers.ClipByGlobalNorm):
+            if not isinstance(member, ClipByGlobalNorm):
                 return member
             return replace(member, norm=lambda parts: ltx.psum(member.norm(parts).square(), info.axis).sqrt())
 
