@@ -28,7 +28,9 @@ def is_installed(file: str | None) -> bool:
 def place_of(trace: traceback.StackSummary) -> str:
     """A text that names the user's innermost frame in `trace`; "" if there is none."""
     frames = [frame for frame in trace if not is_ours(frame.filename)]
-    own = [frame for frame in frames if not is_installed(frame.filename)] or frames
+    # Methods of dataclasses, which Python generates, are in no file.
+    mine = [frame for frame in frames if (frame.filename, frame.name[:2]) != ("<string>", "__")]
+    own = [frame for frame in mine if not is_installed(frame.filename)] or frames
     return in_words(own[-1]) if own else ""
 
 

@@ -37,6 +37,7 @@ from ltx.errors import (
 from ltx.runtime import worker_group
 from ltx.runtime.failures import failure_error, failure_of, text_of
 from ltx.runtime.messages import Failure, Result, pack
+from ltx.runtime.tracebacks import place_of
 from tests.forks import settles
 from tests.kinds import Ranks
 from tests.train_on import refuses, said
@@ -402,6 +403,13 @@ def test_a_pool_of_wrong_arguments_starts_nothing() -> None:
     for name, value in {"threads": 0, "start_timeout_s": 0, "timeout_s": "5", "grace_s": -1}.items():
         with pytest.raises(InputError, match=f"ltx.Pool: {name} must be"):
             Pool(1, **{name: value})  # type: ignore[arg-type]
+
+
+def test_the_place_of_a_failure_is_no_method_of_a_dataclass() -> None:
+    """Python has generated it; without a file it would count as the user's."""
+    of_ltx = str(Path(ltx.__file__).parent / "core" / "comm" / "channel.py")
+    frames = [("/mine/program.py", 3, "main", "f()"), (of_ltx, 5, "issue", "Work()"), ("<string>", 2, "__init__", "")]
+    assert place_of(traceback.StackSummary.from_list(frames)) == "program.py:3 in main: f()"
 
 
 def test_the_place_of_a_failure_is_the_users_line_not_pythons_library() -> None:
