@@ -205,9 +205,7 @@ class TorchOptimizer(ClassOptimizer):
 
     def _traced(self, lr: float | Tensor | None, count: int) -> Tensor | None:
         """The learning rate if it is differentiated or batched, which most classes would cut to a number; else None."""
-        if not isinstance(lr, Tensor) or traced.recording():
-            return None
-        if not (any_derivative([lr]) or private.is_wrapped(lr)):
+        if not isinstance(lr, Tensor) or traced.recording() or not (any_derivative([lr]) or private.is_wrapped(lr)):
             return None
         if self.cls not in _PROPORTIONAL:
             raise OptimError(

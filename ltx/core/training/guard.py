@@ -37,8 +37,7 @@ def probes(grads: Tensors) -> list[torch.Tensor]:
 
 def not_finite(grads: Tensors, sums: Sequence[torch.Tensor | float] | None = None) -> torch.Tensor:
     """Whether any element isn't finite, exactly: a 0-dim bool tensor. `sums`: :func:`probes` of `grads`, if known."""
-    sums = probes(grads) if sums is None else sums
-    if all(map(cmath.isfinite, sums)):
+    if all(map(cmath.isfinite, probes(grads) if sums is None else sums)):
         return torch.tensor(False, device=grads[0].device if grads else None)
     return any_not_finite(grads)  # the sum of finite numbers may overflow, so look at the elements
 
@@ -170,8 +169,7 @@ def measured(train: TrainSettings, state: TrainState, opt_state: Tree, metrics: 
         metrics = replace(metrics, grad_norm=norm.clone() if good is None else torch.where(good, norm, torch.nan))
     loss_scale: Any = state.held_loss_scale
     if finite is not None and train.checks_finite:
-        skipped = torch.logical_not(torch.as_tensor(finite, device=metrics.loss.device))
-        metrics = replace(metrics, skipped=skipped)
+        metrics = replace(metrics, skipped=torch.as_tensor(finite, device=metrics.loss.device).logical_not())
         if (dynamic := train.dynamic) is not None:
             metrics = replace(metrics, loss_scale=loss_scale.scale)
             loss_scale = dynamic.after(loss_scale, finite)

@@ -169,8 +169,7 @@ class Casted:
         def inside(arg: Any, kept: Collection[str] = ()) -> Any:
             leaves, spec = tree.flatten(arg)
             tree.check_open(leaves, arg, "mixed_precision", "cast")
-            paths = tree.leaf_paths(arg) if kept else [""] * len(leaves)
-            pairs = zip(paths, leaves, strict=True)
+            pairs = zip(tree.leaf_paths(arg) if kept else [""] * len(leaves), leaves, strict=True)
             return tree.unflatten(spec, [leaf if path in kept else given(leaf) for path, leaf in pairs])
 
         patterns, at = self.precision.keep_params, self.argnums

@@ -330,11 +330,8 @@ def _with_sparse(grads: Tree, strategy: Strategy, state: SyncState | None, axis:
         found = comm.resolve(axis)
         among = shared_part(hook, found) or found
         factor = counts_as(hook, among.size)
-        counted, whole = [
-            tree.map(lambda x: x if x.is_floating_point() or x.is_complex() else None, given)
-            for given in (sparse, grads)
-        ]
-        means = tree.map(lambda x: x * factor, psum_sparse("sync_gradients", whole, counted, among))
+        floats = functools.partial(tree.map, lambda x: x if x.is_floating_point() or x.is_complex() else None)
+        means = tree.map(lambda x: x * factor, psum_sparse("sync_gradients", floats(grads), floats(sparse), among))
         sparse = tree.filled(means, sparse)
     reduced, state = sync_gradients(dense, strategy, state, axis=axis)
     return tree.filled(sparse, reduced), state

@@ -446,8 +446,7 @@ def _check_states(strategy: Any, method: str, after: States, params: Tree, state
 
 
 def _other(strategy: Any, method: str, got: Any, expected: str) -> StrategyError:
-    pair = isinstance(got, tuple) and len(got) == 2
-    what = f"({outcome(got[0])}, {outcome(got[1])})" if pair else outcome(got)
+    what = f"({', '.join(map(outcome, got))})" if isinstance(got, tuple) and len(got) == 2 else outcome(got)
     return StrategyError(f"{type(strategy).__name__}.{method} must return {expected}, got {what}.")
 
 
