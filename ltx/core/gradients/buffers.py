@@ -32,9 +32,7 @@ def pack(
     batch: Sequence[int] = (),
     empty: Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """A flat buffer of shape ``(*batch, numel)``: the gradients times the hook's scale, plus its extra terms. It reads
-    large gradients only once. `empty` provides the buffer; without it the buffer is new.
-    """
+    """A flat buffer, ``(*batch, numel)``, new or `empty`'s: gradients times the hook's scale, plus its extra terms."""
     wire_dtype, scale, _, terms, *_ = hook.packing(bucket.dtype, axis_size)
     shape = (*batch, bucket.numel)
     if empty is None:
@@ -133,9 +131,7 @@ def plus(x: torch.Tensor, y: torch.Tensor, times: float) -> torch.Tensor:
 
 
 def unpack(flat: torch.Tensor, bucket: Bucket, cast: bool = True) -> list[torch.Tensor]:
-    """The parts of a flat buffer of shape ``(*batch, numel)`` in their parameters' shapes; views without a batch.
-    `cast`: convert to the parameters' dtype; else keep the buffer's.
-    """
+    """The parts of ``(*batch, numel)`` in their parameters' shapes (`cast`: and dtypes); views without a batch."""
     if flat.ndim == 0 or flat.shape[-1] != bucket.numel:
         raise StrategyError(
             f"a hook's reduce returned a buffer of shape {list(flat.shape)} for bucket {bucket.index}: expected "

@@ -1,8 +1,5 @@
-"""Run one update of a ``torch.optim`` class: a throw-away instance of it works on the caller's tensors and state.
-
-Each call makes a bare copy of one instance, puts the caller's state, aliases of the caller's parameters and their
-gradients into it, and runs the class's own ``step()``. :func:`run_pure` does the same without writing to the caller's
-tensors, under any nest of transforms.
+"""Run one update of a ``torch.optim`` class: its own ``step()`` on a bare copy of an instance, which has the caller's
+state, aliases of the caller's parameters and their gradients. :func:`run_pure` does so without writing to these.
 """
 
 from __future__ import annotations

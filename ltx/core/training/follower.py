@@ -103,8 +103,7 @@ class Follower:
         self._note = (*self._note[:3], [*map(_PLACES, self._own.values())])
 
     def _noted(self) -> tuple[list[Any], list[str], list[int], list[int]]:
-        """Where the module has parameters, buffers and parts (dicts, keys, the ids of what is there), and the memory of
-        the tensors."""
+        """Where the module has parameters, buffers and parts (dicts, keys, ids of what is there), and their memory."""
         kinds = ("_parameters", "_buffers", "_modules") if self.buffers else ("_parameters", "_modules")
         dicts = [getattr(part, kind) for part in self._module.modules() for kind in kinds]
         found = [(there, name) for there in dicts for name in there]

@@ -1,11 +1,10 @@
 """Modules that a backward pass calls again, with the tensors that they had in the forward pass.
 
 An autograd.Function may call a module in the backward pass once more (``odeint_adjoint``, reversible layers), and
-gradients would be silently wrong. So :class:`Calls` records what a forward pass has put into modules. Who runs the
-backward pass too calls it ``in_pass``: a module that is called there gets its tensors once more. What can't be repeated
-so raises: two calls with different tensors, buffers that the first call has written and that its output depends on,
-tensors that are gone by then (a sharded layer's), and a pass that somebody else runs, whose end nobody sees after an
-error. For ``torch.utils.checkpoint`` there is a mechanism of its own.
+gradients would be silently wrong. So :class:`Calls` records what is put into modules, and puts it there once more. What
+can't be repeated so raises: two calls with different tensors, buffers that the first call has written and that its
+output depends on, tensors that are gone by then (a sharded layer's), and a pass that somebody else runs, whose end
+nobody sees after an error. For ``torch.utils.checkpoint`` there is a mechanism of its own.
 """
 
 from __future__ import annotations
@@ -299,9 +298,7 @@ class _Hook(_checkpoint_hook):
 
 
 class _Reentrant(CheckpointFunction):
-    """torch's checkpoint for ``use_reentrant=True``, which would differentiate down to the step's parameters by itself,
-    past the reduction. In functional calls and steps that for ``use_reentrant=False`` replaces it.
-    """
+    """torch's for ``use_reentrant=True``; in a step that for False, as this would differentiate past the reduction."""
 
     @classmethod
     def apply(cls, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:

@@ -68,9 +68,8 @@ def _kept_as(leaf: torch.Tensor, fn: Any) -> str | None:
 
 
 def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0, to_given: bool = False) -> None:
-    """Raise if `outputs` of `fn` depend on parameters that aren't among `given`, the arguments of the call; or, unless
-    derivatives are taken only `to_given`, on buffers. Leaves that `fn` has made itself don't count, and in another step
-    Parameters alone do. A function is checked once, and again if a call makes another number of nodes, `made`.
+    """Raise if `outputs` of `fn` depend on parameters that aren't `given` to it, or on buffers, unless derivatives are
+    taken only `to_given`; in another step on Parameters. Done once, and again for another number of nodes, `made`.
     """
     if _known.has(fn, ("whole", made)) and not any(map(_FLAG, _frozen.get(fn, ()))):
         return
@@ -98,9 +97,8 @@ def _tensors(values: Tree) -> list[torch.Tensor]:
 
 
 def own_leaves(fn: Any, outputs: Tree, asked: Tree, given: Tree, made: int = 0) -> list[torch.Tensor]:
-    """The tensors to which an autograd.Function leads that leads to none of those that a backward pass is `asked` for:
-    a reversible layer whose backward pass brings parameters' gradients by itself is only called if its dummy argument,
-    made by `fn` or `given` to it, is asked for too.
+    """The tensors to which a Function leads that leads to none that a backward pass is `asked` for: a reversible layer,
+    which brings gradients by itself, is only called if its dummy argument, made by `fn` or `given`, is asked for too.
     """
     if _known.has(fn, ("alone", made)):
         return []
@@ -168,9 +166,8 @@ def _is_traced(x: torch.Tensor) -> bool:
 
 
 def look_at_modules(fn: Any, given: Sequence[Any], params: Tree) -> AbstractContextManager[bool | None]:
-    """While `fn` is called for the first time: raise StepError if it writes to a buffer of a module that it uses, or to
-    one of the `params` that it gets; or uses an embedding that renormalises its rows in place, or a module whose
-    trained parameters have hooks for gradients and aren't `given`. Gives True.
+    """In the first call of `fn` raise StepError if it writes to a module's buffer or to one of its `params`, or uses an
+    embedding that renormalises in place, or trained parameters with hooks that aren't `given`. Gives True.
     """
     return nullcontext() if _known.has(fn, "called") else _looking(fn, given, params)
 

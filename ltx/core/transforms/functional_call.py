@@ -1,8 +1,4 @@
-"""functional_call: as torch.func's, but its tensors are also in place where the backward pass calls a module again.
-
-The tensors are in the module for the time of the call (:mod:`~ltx.core.transforms.swap`), and once more where a
-backward pass calls it (:mod:`~ltx.core.transforms.calls_again`).
-"""
+"""functional_call: as torch.func's, but its tensors are also in place where a backward pass calls a module again."""
 
 from __future__ import annotations
 
