@@ -208,8 +208,7 @@ class TrainState(Readable):
 
     def invalidate(self, what: str, error: BaseException, instead: str = _NEVER_WRITTEN) -> None:
         """Mark this state as invalid, because of `what`, when there was an `error`: reading it raises."""
-        because = f"{what} ({type(error).__name__}: {error})"
-        self.lease[0] = why = _INVALID.format(self.step, because, instead)
+        self.lease[0] = why = _INVALID.format(self.step, f"{what} ({type(error).__name__}: {error})", instead)
         for name in _WRITTEN:
             self.__dict__.pop(f"held_{name}", None)
         if self.module is not None and self.module.shows is self.lease:
@@ -299,17 +298,11 @@ def _children(state: TrainState) -> tuple[str, ...]:
     return _PARTS if state.frozen is None else (*_PARTS, "frozen")
 
 
+@dataclass(unsafe_hash=True)
 class _Beside:
     """A value in a tree's structure; trees are alike whatever it is. It stays in this process."""
 
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Beside)
-
-    def __hash__(self) -> int:
-        return 0
+    value: Any = field(compare=False)
 
     def __repr__(self) -> str:
         return "..."
