@@ -189,11 +189,6 @@ class Part:
     groups: tuple[tuple[int, ...], ...]  # the ranks of each group, in the order of its axis; every rank is in one group
 
     @property
-    def world(self) -> int:
-        """The number of ranks of all groups."""
-        return sum(self.sizes)
-
-    @property
     def sizes(self) -> list[int]:
         """The number of ranks of each group."""
         return [len(group) for group in self.groups]

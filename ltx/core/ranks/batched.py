@@ -35,15 +35,8 @@ class VmapRanks(Ranks):
         """The permutation that brings dimensions sorted by level into the order of the axis' ranks."""
         return [place for place, _ in self.dims]
 
-    def stacked(self, xs: torch.Tensor) -> torch.Tensor:
-        """`xs` with one dimension for all ranks in front, in place of a dimension for each level."""
-        if not self.dims:
-            return xs
-        count = len(self.dims)
-        return xs.permute(*self.order, *range(count, xs.ndim)).flatten(0, count - 1)
-
     def unstacked(self, xs: torch.Tensor) -> torch.Tensor:
-        """The inverse of :meth:`stacked`."""
+        """`xs`, whose first dimension is that of all ranks, with one for each level in its place."""
         if not self.dims:
             return xs
         count, order = len(self.dims), self.order
@@ -117,9 +110,11 @@ class VmapRanks(Ranks):
         """Once all levels are taken off: the rule's `stacked` on all `n` ranks' values."""
         part = self.part_of
         if self.dims:
-            y, per_rank = replace(self, dims=()).on_stack(rule, static, n, self.stacked(xs))
+            count = len(self.dims)
+            of_ranks = xs.permute(*self.order, *range(count, xs.ndim)).flatten(0, count - 1)
+            y, per_rank = replace(self, dims=()).on_stack(rule, static, n, of_ranks)
             # Every level gave a dimension, so every level gets one back.
-            return self.unstacked(y if per_rank else y.expand(n if part is None else part.world, *y.shape)), True
+            return self.unstacked(y if per_rank else y.expand(n if part is None else sum(part.sizes), *y.shape)), True
         if part is None:
             return rule.stacked(xs, n, static)
         by_group = torch.cat(
