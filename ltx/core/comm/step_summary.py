@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from operator import mul
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -140,19 +140,15 @@ class IssuedSummary:
                 self._event.completed_s = time.perf_counter()
             limbs = [*map(int, summed[2:])]
             if [*map(mul, limbs[::2], limbs[::2])] != [*map(mul, limbs[1::2], repeat(self.channel.size))]:
-                self._refuse_apart(late)
+                by_rank: list[Said] = []
+                with suppress(LtxError):  # a peer is at another place, so it has issued other collectives
+                    by_rank = [Said(*of_rank) for of_rank in self.compare()]
+                raise self.channel.peers.explain_apart(by_rank, late)
             if late and self.weighted and not 0 < summed[1] < math.inf:
                 before = "Weighted: in the step before this one the weights of all ranks added up to 0"
                 raise no_mean(before, "The step before this one has changed nothing. ", odd=summed[1] != 0)
             self._summary, self.work = StepSummary(*summed[:2]), None
         return self._summary
-
-    def _refuse_apart(self, late: bool) -> NoReturn:
-        """Digests differ: raise an error on all ranks that says what differs."""
-        by_rank: list[Said] = []
-        with suppress(LtxError):  # a peer is at another place, so it has issued other collectives
-            by_rank = [Said(*of_rank) for of_rank in self.compare()]
-        raise self.channel.peers.explain_apart(by_rank, late)
 
 
 def end_pass(among: AxisComm, summary: IssuedSummary) -> StepSummary:
