@@ -103,17 +103,9 @@ class StoreExchange:
         to: str = "do their part",
         fix: str = "",
     ) -> list[Any]:
-        """The values that `ranks` (None: the axis) have announced at `place`, once all of them have.
-
-        Args:
-            what: what this rank waits in; errors say it.
-            timeout_s: None: the axis'.
-            while_waiting: as in :func:`poll_until`. None: look for peers that are gone. to, fix: texts for the
-                timeout's error: what peers should come for, and what to do if they don't.
-
-        Raises:
-            PeerLostError: a peer's process has ended, or its heartbeat has stopped.
-            CollectiveTimeoutError: the values aren't there within `timeout_s`.
+        """The values that `ranks` (None: the axis) have announced at `place`, once all of them have. PeerLostError if
+        one is gone, CollectiveTimeoutError after `timeout_s` (None: the axis'); these name `what` this rank waits in,
+        what the peers should come `to`, and the `fix`. `while_waiting`: in place of the look for peers that are gone.
         """
         wanted = range(self.size) if ranks is None else list(ranks)
         limit_s = self.timeout_s if timeout_s is None else timeout_s
