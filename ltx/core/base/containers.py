@@ -78,9 +78,8 @@ def open_in_graph(cls: type) -> None:
 class _Rest:
     """What an instance holds besides its children. Structures that differ in nothing but these are equal."""
 
-    order: tuple[
-        Any, ...
-    ]  # of a mapping's keys, as they were put in; of a node of torch's pytree, its children's places
+    #: Of a mapping's keys, as they were put in; of a node of torch's pytree, its children's places.
+    order: tuple[Any, ...]
     attributes: dict[str, Any]
     mirrored: tuple[Any, ...] = ()  # keys that are attributes too
     itself: bool = False  # the mapping is its own __dict__, as in many classes with attribute access

@@ -66,7 +66,7 @@ else:
 #: Whether a torch.func transform (or vmap) is running in this thread.
 in_transform: Callable[[], bool] = _of_torch("torch._C:_are_functorch_transforms_active")
 #: A context manager in which no transform is active.
-below_transforms: Callable[[], Any] = _of_torch("torch._C:_DisableFuncTorch")
+below_transforms: Callable[[], AbstractContextManager[None]] = _of_torch("torch._C:_DisableFuncTorch")
 #: The number of the innermost transform, from 1. Without any, the first function raises, and the second returns None.
 current_level = _of_torch("torch._C._functorch:current_level")
 maybe_current_level = _of_torch("torch._C._functorch:maybe_current_level")
@@ -196,10 +196,8 @@ def below_modes() -> AbstractContextManager[object]:
 
 def below_all() -> AbstractContextManager[object]:
     """A context below transforms and modes."""
-    if not (count_of_modes() or count_of_function_modes()):
-        below: AbstractContextManager[object] = below_transforms()
-        return below
-    return _both(below_modes(), below_transforms())
+    under = count_of_modes() or count_of_function_modes()
+    return _both(below_modes(), below_transforms()) if under else below_transforms()
 
 
 def _both(*contexts: Any) -> ExitStack:

@@ -62,7 +62,6 @@ def text_of(value: Any, most: int = 1, indent: int = 0) -> str:
     >>> text_of({"w": torch.zeros(64, 8, dtype=torch.bfloat16), "n": [1, torch.tensor(0.5)]})
     "{'w': bf16[64,8], 'n': [1, tensor(0.5000)]}"
     """
-    begin, parts, end = "", list[tuple[str, Any]](), ""
     if isinstance(value, torch.Tensor):
         return _tensor(value, most)
     if isinstance(value, FunctionType):

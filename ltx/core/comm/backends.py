@@ -68,10 +68,6 @@ def accelerator() -> str | None:
     return getattr(torch.accelerator.current_accelerator(check_available=True), "type", None)
 
 
-#: A function of ``(made, used=())``: tensors that the fenced stream made for others, and used of the one before it.
-StreamFence = Callable[..., None]
-
-
 class CommStream:
     """The stream of one device on which an axis communicates, beside the stream that computes."""
 
@@ -90,8 +86,10 @@ class CommStream:
         self._stream.wait_stream(self._behind)
         return self._stream
 
-    def fence(self) -> StreamFence:
-        """A function that makes the stream on which it is called wait for what is on this one now; see StreamFence."""
+    def fence(self) -> Callable[..., None]:
+        """A function of ``(made, used=())`` that makes the stream on which it is called wait for what is on this one
+        now; given tensors that this stream made for others, and used of the one before it.
+        """
         if self._stream is None:
             return lambda made, used=(): None
         return partial(self._wait, self._stream.record_event(), self._behind)
