@@ -20,27 +20,10 @@ from_functions = optimizers.from_functions
 grad_norm = optimizers.grad_norm
 identity = optimizers.identity
 
-__all__ = [
-    "ClipState",
-    "Optimizer",
-    "TorchState",
-    "adjust",
-    "adjustable",
-    "apply_updates",
-    "chain",
-    "clip_by_global_norm",
-    "clip_by_value",
-    "from_functions",
-    "from_scheduler",
-    "from_torch",
-    "grad_norm",
-    "identity",
-    "masked",
-    "measure_global_norm",
-    "partition",
-    "qadam",
-    "warmup_cosine",
-]
+__all__ = ["ClipState", "Optimizer", "TorchState"]
+__all__ += ["apply_updates", "chain", "from_functions", "from_torch", "identity", "masked", "partition", "qadam"]
+__all__ += ["clip_by_global_norm", "clip_by_value", "grad_norm", "measure_global_norm"]
+__all__ += ["adjust", "adjustable", "from_scheduler", "warmup_cosine"]
 
 # Most programs need few of these, and making their dataclasses takes time: each module is imported at first use.
 _LATER = {
