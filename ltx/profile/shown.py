@@ -33,8 +33,6 @@ class Curves(NamedTuple):
 class Shown:
     """Base class of values that print as lines and text tables. Notebooks show HTML tables and curves instead."""
 
-    __slots__ = ()
-
     def _parts(self) -> Iterable[str | Table | Curves]:
         raise NotImplementedError
 

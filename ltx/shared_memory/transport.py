@@ -40,6 +40,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import finalize
@@ -333,14 +334,11 @@ class SharedMemoryTransport:
     def lost_peers(self) -> list[int]:
         lost = []
         for rank, lock in enumerate(self._locks):
-            if rank == self.rank:
-                continue
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
-            fcntl.flock(lock, fcntl.LOCK_UN)
-            lost.append(rank)
+            with suppress(BlockingIOError):  # while the peer lives
+                if rank != self.rank:
+                    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    fcntl.flock(lock, fcntl.LOCK_UN)
+                    lost.append(rank)
         return lost
 
     def close(self) -> None:
