@@ -41,10 +41,7 @@ class Halving:
             piece = halving.combined(a, b, sum(halving.products(a, b, level)), level)
         halving.joined(collectives.all_gather(piece))
 
-    Args:
-        sizes: lengths of the tensor's parts. Each part is a vector.
-        n: the number of ranks, a power of two.
-        rank: this rank's index; a 0-dim tensor on simulated ranks and in graphs. dtype: the tensor's dtype.
+    `sizes`: lengths of the tensor's parts, each a vector; `rank`: a 0-dim tensor on simulated ranks and in graphs.
     """
 
     def __init__(self, sizes: Sequence[int], n: int, rank: int | torch.Tensor, dtype: torch.dtype):
@@ -96,8 +93,7 @@ class Halving:
         """The elements of each part that are in the pair, as slices. The rank must be an int."""
         start, length = self._first_row(level) * self._width, (self.n >> (level + 1)) * self._width
         assert isinstance(start, int)
-        inside = [min(max(bound - start, 0), length) for bound in self._bounds]
-        return [slice(*span) for span in pairwise(inside)]
+        return [slice(*span) for span in pairwise(min(max(bound - start, 0), length) for bound in self._bounds)]
 
     def _part_of(self, level: int, device: torch.device) -> torch.Tensor:
         """For each element, the index of its part; for simulated ranks and compiled graphs."""

@@ -1,11 +1,9 @@
-"""Classes of ``torch.optim.Optimizer`` with a ``step()`` of their own, which may look at all parameters.
+"""Classes of ``torch.optim.Optimizer`` with a ``step()`` of their own, which may look at all parameters, as LAMB's
+clipping does: ``overlap="update"`` and ZeRO refuse them.
 
-Each update by such a class makes an instance on aliases of all parameters, puts the state into it, calls ``step()``,
-and takes the state out again.
-
-Such a class makes a parameter's state at its first gradient, if there is no state yet. But the caller's state has one
-structure from the start. So the caller's state also has a flag for each parameter that says whether its state has
-begun. State that hasn't begun isn't put into the instance: the parameter had no gradient yet, or its step was skipped.
+Each update by such a class makes an instance on aliases of all parameters (of its group), puts the state into it, calls
+``step()``, and takes the state out again. A class makes a parameter's state at its first gradient, while the caller's
+state has one structure from the start: so that has a flag for each parameter, and only state that has begun is put in.
 """
 
 from __future__ import annotations
@@ -54,9 +52,7 @@ _NUMBER, _NONE, _KEY, _BEGUN = "number ", "none ", "key ", "has begun"
 
 @dataclass(frozen=True, repr=False)
 class ThirdParty(optimizers.ClassOptimizer):
-    """A class with a ``step()`` or constructor of its own. It updates all parameters (of its group) together, since
-    one's update may depend on the others, as LAMB's clipping does: ``overlap="update"`` and ZeRO refuse it.
-    """
+    """A class with a ``step()`` or constructor of its own. It updates all parameters together: see the top."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

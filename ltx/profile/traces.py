@@ -1,6 +1,4 @@
-"""Recordings of a block of code: every collective with times and bytes, the times of computing, and a picture; and
-what steps cost on these ranks, in turns.
-"""
+"""Recordings of a block of code: every collective and the times of computing; and what steps cost here, in turns."""
 
 from __future__ import annotations
 

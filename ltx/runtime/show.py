@@ -385,9 +385,7 @@ def _key(stream: str, rank: int | None) -> str:
 
 
 class Writer(io.TextIOBase):
-    """A worker's ``sys.stdout`` or ``sys.stderr``: sends lines to the driver, an unfinished one after the call or, with
-    a carriage return, when it changes. A fork, as of a data loader, writes to the pipe `fd` instead.
-    """
+    """A worker's ``sys.stdout`` or ``sys.stderr``: sends lines to the driver. A fork, as of a data loader, has `fd`."""
 
     encoding = "utf-8"
 

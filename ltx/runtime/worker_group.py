@@ -38,9 +38,7 @@ _PIPE_BYTES = 1 << 20  # the most that the system allows: nobody reads between c
 
 
 class WorkerGroup:
-    """`size` workers that form a world, until :meth:`stop`, or this object's or process' end. With `shows_output` the
-    driver shows what they print. Raises WorkerError if one fails to start, or takes longer than `start_timeout_s`.
-    """
+    """`size` workers that form a world, until :meth:`stop`, or this object's or process' end."""
 
     def __init__(self, size: int, start: Starter, start_timeout_s: float, shows_output: bool = False):
         self.size = size
@@ -76,9 +74,7 @@ class WorkerGroup:
         return False
 
     def receive(self, ranks: Collection[int], timeout_s: float) -> dict[int, Any]:
-        """The first answers of `ranks`, or texts that their processes have ended or are stopped; {} after `timeout_s`.
-        Shows what workers print meanwhile.
-        """
+        """The first answers of `ranks`, or how their processes ended; {} after `timeout_s`. Shows prints meanwhile."""
         look_at = time.monotonic() + _LOOK_S
         end = time.monotonic() + timeout_s
         answers: dict[int, Any] = {}
