@@ -198,8 +198,7 @@ class CompressedAllReduce(LossyHook):
                 part = self.filled(part[:own_of_last], m, m)
         message = encode(part[None], second)
         rest = part - self.decode(message, m, dtype)[0] if mine is not None else part
-        messages = yield CollectiveRequest("all_gather", message[0])
-        total = self.decode(messages, m, dtype).view(-1)
+        total = self.decode((yield CollectiveRequest("all_gather", message[0])), m, dtype).view(-1)
 
         def with_rest(rows: Tensor, rest: Tensor) -> Tensor:
             if isinstance(rank, int):

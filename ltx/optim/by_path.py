@@ -322,5 +322,4 @@ def masked(transform: Optimizer, where: str | Sequence[str]) -> Optimizer:
     if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
         raise OptimError(f"masked: where must be a pattern of paths or a list of them, got {brief(where)}.")
     labels = dict.fromkeys(patterns, "masked") | ({} if "*" in patterns else {"*": "others"})
-    members = {"masked": transform} | ({} if "*" in patterns else {"others": optimizers.identity()})
-    return partition(members, labels)
+    return partition({"masked": transform} | ({} if "*" in patterns else {"others": optimizers.identity()}), labels)

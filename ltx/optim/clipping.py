@@ -64,9 +64,8 @@ class ClipByGlobalNorm(optimizers.Optimizer):
         else:  # foreach has no vmap rules and no derivative for the factor
             scaled = [leaf * factors[leaf.device] for leaf in leaves]
         # A 0-dim gradient times a factor of another dtype may change its dtype, so cast back.
-        return spec.unflatten(
-            [new.to(old.dtype) for new, old in zip(scaled, leaves, strict=True)]
-        ), optimizers.ClipState(norm)
+        clipped = [new.to(old.dtype) for new, old in zip(scaled, leaves, strict=True)]
+        return spec.unflatten(clipped), optimizers.ClipState(norm)
 
     def __repr__(self) -> str:
         if self.max_norm == math.inf:

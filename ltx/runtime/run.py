@@ -144,9 +144,8 @@ def launch(arguments: Sequence[str]) -> int:
             mine = [run for run in runs if run.name.startswith(f"{parsed.rdzv_id}_")]
             print(told_failures(mine, error.failures), file=sys.stderr)
             return 1
-        except (
-            rendezvous.RendezvousError
-        ) as error:  # launchers on several machines lost each other; this one's ranks have ended
+        except rendezvous.RendezvousError as error:
+            # launchers on several machines lost each other; this one's ranks have ended
             print(f"ltx run: this machine couldn't meet the others, or lost them: {error}", file=sys.stderr)
             return 1
         except SignalException as error:

@@ -197,8 +197,7 @@ class ShiftOne(CommHook):
         mine = inputs.flat.clone()  # sending gives the buffer to the channel
         peer_of = peers(inputs.axis_size, inputs.step // self.communication_interval)
         pairs = tuple(rank for pair in enumerate(peer_of) for rank in pair)
-        theirs = yield CollectiveRequest("ppermute", inputs.flat, arguments=pairs)
-        return theirs.add_(mine).div_(2), inputs.states
+        return (yield CollectiveRequest("ppermute", inputs.flat, arguments=pairs)).add_(mine).div_(2), inputs.states
 
 
 def step_tag(step: int, like: torch.Tensor) -> torch.Tensor:

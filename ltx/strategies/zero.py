@@ -396,8 +396,7 @@ class PartUpdated(MeanPart, PostUpdateHook):
             return inputs.flat, ()
         mine = yield CollectiveRequest("psum_scatter", _side_by_side(inputs))
         given = update(mine.to(inputs.bucket.dtype).split(widths))
-        rows = yield CollectiveRequest("all_gather", torch.cat(given) if len(given) > 1 else given[0])
-        return rows, ()
+        return (yield CollectiveRequest("all_gather", torch.cat(given) if len(given) > 1 else given[0])), ()
 
     def finish_bucket(self, bucket: Bucket, reduced: Reduced, old: Old) -> PostUpdateResult:
         if not bucket.numel:
