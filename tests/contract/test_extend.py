@@ -31,8 +31,7 @@ class OldHook(CommHook):
     step: float = 1.0
 
     def reduce(self, inputs: BucketInput) -> Reduction:
-        total = yield CollectiveRequest("psum", (inputs.flat / self.step).round() * self.step)
-        return total, inputs.states
+        return (yield CollectiveRequest("psum", (inputs.flat / self.step).round() * self.step)), inputs.states
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,7 @@ class NewHook(extend.CommHook):
                 flat[some].div_(self.step).round_().mul_(self.step)
         else:
             flat = (flat / self.step).round() * self.step
-        rows = yield extend.CollectiveRequest("all_gather", flat)
-        return rows.sum(0), inputs.states
+        return (yield extend.CollectiveRequest("all_gather", flat)).sum(0), inputs.states
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,7 @@ class Call:
 
     def run(self, replaced: Mapping[int | str, Any] = MappingProxyType({})) -> Any:
         args = [replaced.get(place, arg) for place, arg in enumerate(self.args)]
-        kwargs = {name: replaced.get(name, arg) for name, arg in self.kwargs.items()}
-        return self.then(self.fn(*args, **kwargs))
+        return self.then(self.fn(*args, **{name: replaced.get(name, arg) for name, arg in self.kwargs.items()}))
 
 
 def loss(params: Any, x: Tensor) -> Tensor:
@@ -111,8 +110,7 @@ def _reduced(hook: Any) -> Any:
 
 
 def _optimized(optimizer: Any) -> Any:
-    state = optimizer.init(params())
-    return optimizer.apply(params(), state, params())
+    return optimizer.apply(params(), optimizer.init(params()), params())
 
 
 def _as_float(x: Tensor, numel: int) -> Tensor:

@@ -164,8 +164,7 @@ def _unpickling(path: Path) -> set[str]:
 
 def test_where_ltx_unpickles() -> None:
     """docs/concepts/security.md lists these. The store holds JSON; a new entry here needs a reason there."""
-    package = Path(ltx.__file__).parent
-    found = {entry for path in package.rglob("*.py") for entry in _unpickling(path)}
+    found = {entry for path in Path(ltx.__file__).parent.rglob("*.py") for entry in _unpickling(path)}
     assert found == {
         "uneven.py:_objects",
         "pickling.py:_of_peer",

@@ -23,8 +23,7 @@ def loss(w: dict[str, Tensor], x: Tensor) -> Tensor:
 
 def trained(**others: Any) -> tuple[ltx.TrainState, ltx.Metrics, Any]:
     train = ltx.train_step(ltx.data_parallel(loss, **others), SGD)
-    state = train.init({"kernel": torch.zeros(64, 8), "bias": torch.zeros(8)})
-    return *train(state, torch.ones(2, 64)), train
+    return *train(train.init({"kernel": torch.zeros(64, 8), "bias": torch.zeros(8)}), torch.ones(2, 64)), train
 
 
 def test_a_state_and_what_made_it() -> None:
@@ -114,8 +113,7 @@ def test_values_of_ranks() -> None:
         f"  rank {r}: {{'loss': {loss}, '<w>': f32[5,8]}}" for r, loss in enumerate(("tensor(0.)", "tensor(0.5000)"))
     ]
     assert repr(results) == f"PerRank(\n{rows[0]},\n{rows[1]}\n)"
-    table = re.sub(" style='[^']*'", "", results._repr_html_())
-    assert table == (
+    assert re.sub(" style='[^']*'", "", results._repr_html_()) == (
         "<table><thead><tr><th>rank</th><th>loss</th><th>&lt;w&gt;</th></tr></thead><tbody>"
         "<tr><td>0</td><td>tensor(0.)</td><td>f32[5,8]</td></tr>"
         "<tr><td>1</td><td>tensor(0.5000)</td><td>f32[5,8]</td></tr></tbody></table>"

@@ -86,8 +86,7 @@ def start(train: Any) -> Any:
 
 
 def batches(position: int) -> Tensor:
-    rank = int(ltx.axis_index())
-    return torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * position + rank))
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * position + int(ltx.axis_index())))
 
 
 def steps(train: Any, state: Any, which: range) -> Any:
@@ -159,8 +158,7 @@ def test_generators_go_on_where_there_are_as_many_ranks(ranks: Ranks, tmp_path: 
         ltx.checkpoint.load(tmp_path, plain(), rng="same ranks")
         return draw()
 
-    expected = ranks(2).run(saved)
-    assert all(torch.equal(*both) for both in zip(expected, ranks(2).run(loaded), strict=True))
+    assert all(torch.equal(*both) for both in zip(ranks(2).run(saved), ranks(2).run(loaded), strict=True))
     seed(4)
     assert torch.equal(draw(), next(iter(ranks(3).run(loaded))))  # and without a warning, which is an error here
     with pytest.raises(ltx.errors.ArgumentError, match=r"load: rng must be bool or .same ranks., got 'always'"):
@@ -463,16 +461,14 @@ def test_one_of_an_earlier_version(n: int, ranks: Ranks, tmp_path: Path) -> None
 
     def on_a_rank() -> Any:
         train = ltx.train_step(ltx.data_parallel(lambda p: p["w"].sum() + p["b"], ltx.ZeroStrategy()), adam)
-        state = train.init({"w": torch.zeros(5), "b": torch.zeros(())})
-        restored = ltx.checkpoint.load(tmp_path, state, data="all")
+        restored = ltx.checkpoint.load(tmp_path, train.init({"w": torch.zeros(5), "b": torch.zeros(())}), data="all")
         return restored.data, restored.step, train.gather(restored.state)
 
     for data, step, whole in ranks(n).run(on_a_rank) if n > 1 else [on_a_rank()]:
         assert [(seen["rank"], seen["order"][0].tolist()) for seen in data] == [(0, [0, 7]), (1, [1, 7])]
         assert (step, whole.step) == (1, 1)
         torch.testing.assert_close(whole.params, {"w": torch.full((5,), 0.5), "b": torch.tensor(-0.5)})
-        average = whole.opt_state.state.per_param["w"]["exp_avg"]
-        torch.testing.assert_close(average, 0.1 * (torch.arange(5) + 0.5))
+        torch.testing.assert_close(whole.opt_state.state.per_param["w"]["exp_avg"], 0.1 * (torch.arange(5) + 0.5))
 
 
 def test_replicated_leaves_are_written_once_and_by_all(ranks: Ranks, tmp_path: Path) -> None:
@@ -480,8 +476,7 @@ def test_replicated_leaves_are_written_once_and_by_all(ranks: Ranks, tmp_path: P
         state = plain_train(ltx.DDPStrategy()).init({str(i): torch.zeros(10_000) for i in range(8)})
         return ltx.checkpoint.save(tmp_path, state, rng=False)
 
-    path = ranks(2).run(on_a_rank)[0]
-    sizes = [file.stat().st_size for file in path.glob("*.distcp")]
+    sizes = [file.stat().st_size for file in ranks(2).run(on_a_rank)[0].glob("*.distcp")]
     assert len(sizes) == 2
     once = 3 * 8 * 40_000
     assert once < sum(sizes) < 1.1 * once

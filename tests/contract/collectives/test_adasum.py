@@ -66,8 +66,7 @@ def test_collinear_tensors_are_averaged() -> None:
     found = ltx.vmap(ltx.adasum)
     assert found(torch.tensor([[1.0, 1.0], [3.0, 3.0]]))[0].tolist() == [2.0, 2.0]
     assert found(torch.tensor([[1.0, 2.0], [-1.0, -2.0]]))[0].tolist() == [0.0, 0.0]
-    x = torch.randn(7, dtype=torch.float64)
-    xs = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)[:, None] * x
+    xs = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)[:, None] * torch.randn(7, dtype=torch.float64)
     torch.testing.assert_close(found(xs)[0], xs.mean(0))
 
 

@@ -121,8 +121,7 @@ def test_a_rank_outside_says_so(ranks: Ranks) -> None:
     def run() -> tuple[list[str], float]:
         with _subgroups([1, 3]) as (group,):
             if dist.get_rank() % 2:
-                axis = ltx.axis_from_group(group, "set")
-                return [], float(ltx.psum(torch.tensor(float(dist.get_rank())), axis))
+                return [], float(ltx.psum(torch.tensor(float(dist.get_rank())), ltx.axis_from_group(group, "set")))
             calls = [
                 lambda: ltx.axis_from_group(group, "set"),
                 lambda: ltx.axis_index(group),
@@ -154,8 +153,7 @@ def test_simulated_ranks_on_each_process(ranks: Ranks, seed: int) -> None:
 
     def run(xs: Tensor) -> tuple[Found, Found]:
         mine = xs[ltx.axis_index("data")]
-        each = ltx.vmap(lambda x: (_on_rank(x, "data"), _on_rank(x, "simulated")), axis_name="simulated")
-        return each(mine)
+        return ltx.vmap(lambda x: (_on_rank(x, "data"), _on_rank(x, "simulated")), axis_name="simulated")(mine)
 
     xs = _draw()
     for rank, (on_processes, on_simulated) in enumerate(ranks(2).run(run, xs)):
@@ -189,8 +187,7 @@ def test_an_axis_is_found_by_its_name(ranks: Ranks) -> None:
 def test_a_set_of_ranks(ranks: Ranks, seed: int) -> None:
     def run() -> Any:
         rank = ltx.world().rank
-        mine = [0, 2] if rank != 1 else [1]
-        with ltx.axis_from_group(mine) as axis:
+        with ltx.axis_from_group([0, 2] if rank != 1 else [1]) as axis:
             inside = (ltx.psum(torch.tensor(rank), axis), ltx.psum(torch.tensor(rank), axis.name), axis.size)
             grad = ltx.grad(ltx.data_parallel(lambda w: w * (rank + 1.0), axis=axis))(torch.tensor(1.0))
         return *(x.item() for x in inside[:2]), inside[2], grad.item(), ltx.psum(torch.tensor(rank)).item()

@@ -234,13 +234,12 @@ def test_scaled_dtypes(ranks: Ranks) -> None:
 
     def run() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         large = torch.full((2,), 6e4, dtype=torch.float16)
-        sparse = torch.ones(2, 2).to_sparse()
         return (
             ltx.psum(large, prescale=0.5),
             ltx.psum(torch.tensor([1, 2]), prescale=3.0, postscale=torch.tensor(2)),
             ltx.psum(torch.tensor(True), postscale=-1),
             ltx.psum(torch.ones(2, dtype=torch.bfloat16), postscale=torch.tensor(0.5, dtype=torch.float64)),
-            ltx.psum(sparse, prescale=0.5, postscale=3).to_dense(),
+            ltx.psum(torch.ones(2, 2).to_sparse(), prescale=0.5, postscale=3).to_dense(),
         )
 
     half, whole, flag, brain, sparse = ranks(2).run(run).replicated()
@@ -417,8 +416,7 @@ def test_a_backward_graph_waits_for_all_that_it_issues(ranks: Ranks) -> None:
 
     def gradient(x: Tensor) -> tuple[Tensor, int]:
         before, x = unwaited(), x.clone().requires_grad_()
-        loss = torch.compile(lambda x: (ltx.pmax(x) * x).sum(), backend="aot_eager_decomp_partition")
-        loss(x).backward()
+        torch.compile(lambda x: (ltx.pmax(x) * x).sum(), backend="aot_eager_decomp_partition")(x).backward()
         assert x.grad is not None
         return x.grad, unwaited() - before
 
@@ -443,8 +441,7 @@ def some(dtype: torch.dtype) -> Tensor:
 
 def first(xs: Tensor, which: str) -> Tensor:
     """The first row with the extremum, column by column."""
-    best = {"pargmax": xs.float().amax(0), "pargmin": xs.float().amin(0)}[which]
-    return (xs.float() == best).long().argmax(0)
+    return (xs.float() == {"pargmax": xs.float().amax(0), "pargmin": xs.float().amin(0)}[which]).long().argmax(0)
 
 
 @pytest.mark.parametrize("which", ["pargmax", "pargmin"])
@@ -471,6 +468,5 @@ def test_nan_is_the_extremum_wherever_it_is(ranks: Ranks) -> None:
 
 
 def test_has_no_gradient_and_no_complex_numbers() -> None:
-    x = torch.randn(2, 3, requires_grad=True)
-    assert not ltx.vmap(ltx.pargmax)(x).requires_grad
+    assert not ltx.vmap(ltx.pargmax)(torch.randn(2, 3, requires_grad=True)).requires_grad
     refuses(UnsupportedError, "takes real numbers alone", ltx.pargmax, torch.zeros(2, dtype=torch.complex64))

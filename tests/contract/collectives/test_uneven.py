@@ -28,8 +28,7 @@ SHAPES: dict[str, list[tuple[int, ...]]] = {
 @pytest.mark.parametrize("shapes", list(SHAPES.values()), ids=list(SHAPES))
 def test_gather_all_tensors(ranks: Ranks, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
     xs = [(torch.randn(shape) * 3).to(dtype) for shape in shapes]
-    found = ranks(3).run(lambda xs: ltx.gather_all_tensors(mine(xs)), xs).replicated()
-    for got, x in zip(found, xs, strict=True):
+    for got, x in zip(ranks(3).run(lambda xs: ltx.gather_all_tensors(mine(xs)), xs).replicated(), xs, strict=True):
         assert (type(got), got.dtype) == (Tensor, x.dtype)
         assert torch.equal(got, x)
 
@@ -88,8 +87,7 @@ def test_all_to_all(ranks: Ranks, dim: int) -> None:
         return found, received, grad
 
     for rank, (found, received, grad) in enumerate(ranks(3).run(run)):
-        want = [x.split(row, dim)[rank] for x, row in zip(xs, table, strict=True)]
-        assert torch.equal(found, torch.cat(want, dim))
+        assert torch.equal(found, torch.cat([x.split(row, dim)[rank] for x, row in zip(xs, table, strict=True)], dim))
         assert received == tuple(row[rank] for row in table)
         torch.testing.assert_close(grad, xs[rank])
 
@@ -206,8 +204,7 @@ def test_a_tensor_that_does_not_fit_raises_on_all_ranks(on_new_axis: OnNewAxis, 
 @on_ranks(2)
 def test_what_fits_on_no_rank() -> None:
     """The same error of one's own everywhere, each time; then the axis works."""
-    ops = ("psum_scatter", "all_to_all", "psum_scatter")
-    found = [said(AxisError, MISFITS[op][0], 5, (3, 3)) for op in ops]
+    found = [said(AxisError, MISFITS[op][0], 5, (3, 3)) for op in ("psum_scatter", "all_to_all", "psum_scatter")]
     with pytest.raises(RankMismatchError, match=r"rank 0's part has length 1 .*rank 1's part has length 1"):
         MISFITS["all_gather"][0](1, (2, 3))
     with pytest.raises(RankMismatchError, match=r"rank 0: splits must be 2 lengths.*rank 1: splits"):

@@ -407,8 +407,7 @@ def test_orders_of_arrival_that_differ_are_rank_0_s(on_new_axis: OnNewAxis) -> N
     def run() -> dict[str, Tensor]:
         names = ["x", "y", "z"][:: 1 - 2 * int(ltx.axis_index())]
         grads = {name: torch.full((2,), float("xyz".index(name))) * (1 + ltx.axis_index()) for name in names}
-        strategy = ltx.DDPStrategy(bucket_bytes=8, first_bucket_bytes=8)
-        return dict(sorted(ltx.sync_gradients(grads, strategy)[0].items()))
+        return dict(sorted(ltx.sync_gradients(grads, ltx.DDPStrategy(bucket_bytes=8, first_bucket_bytes=8))[0].items()))
 
     got = on_new_axis(run).replicated()
     assert {name: x.tolist() for name, x in got.items()} == {"x": [0.0, 0.0], "y": [1.5, 1.5], "z": [3.0, 3.0]}
@@ -434,8 +433,7 @@ def test_ranks_that_differ_in_their_other_groups(ranks: Ranks) -> None:
 def test_an_axis_closes_whatever_is_found_on_the_way() -> None:
     """An error or an interrupt half-way leaves no process group, no part and no heartbeat behind."""
     groups = len(dist.distributed_c10d._world.pg_map)
-    group = dist.new_group([0, 1])
-    axis = inside.open_axis("interrupted", group, timedelta(seconds=60))
+    axis = inside.open_axis("interrupted", dist.new_group([0, 1]), timedelta(seconds=60))
     ltx.psum(torch.ones(1), axis, axis_index_groups=[[0], [1]])
     ltx.psum(torch.ones(1), axis, axis_index_groups=[[1, 0]])
     users = axis.comm.peers.watcher.users

@@ -227,8 +227,7 @@ def test_what_the_refused_step_leaves() -> None:
     with captured(), pytest.raises(UnsupportedError):
         interrupted()
 
-    found = interrupted()
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(interrupted(), expected, rtol=0, atol=0)
 
 
 def test_simulated_ranks_in_a_capture() -> None:

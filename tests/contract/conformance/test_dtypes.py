@@ -135,8 +135,7 @@ def check(name: str, dtype: torch.dtype, rank: int, n: int, got: Any) -> None:
         assert got[0] == want.dtype, got
         assert torch.equal(got[1], bytes_of(want.contiguous())), got
     else:  # of bytes: what moves is the same
-        shapes = xs.view(torch.uint8)
-        moved = reference(shapes.reshape(n, 2, 2, -1).to(torch.int64), rank) if xs.itemsize == 1 else None
+        moved = reference(xs.view(torch.uint8).reshape(n, 2, 2, -1).to(torch.int64), rank) if xs.itemsize == 1 else None
         assert got[0] == dtype
         assert moved is None or torch.equal(got[1].flatten().long(), moved.flatten())
 

@@ -364,8 +364,7 @@ def test_cotangents(name: str, data: st.DataObject) -> None:
         (want,) = pull(y_bar)
         torch.testing.assert_close(x_bar, _everywhere(want.sum(0), example.n) if name == "pvary" else want)
         if op.linear:
-            backward = (x_bar * x)[:1] if name == "pvary" else x_bar * x
-            torch.testing.assert_close((y_bar * y).sum(), backward.sum())
+            torch.testing.assert_close((y_bar * y).sum(), ((x_bar * x)[:1] if name == "pvary" else x_bar * x).sum())
 
 
 def _own_way(tree: Any, rank: int) -> Any:

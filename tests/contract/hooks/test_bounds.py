@@ -56,8 +56,7 @@ def test_zero_is_exact_in_affine_quantization(scale: float, seed: int) -> None:
     rows[2] = -rows[2].abs()
     for hook in (hooks.ByteGrad(), hooks.Quantize(), hooks.Quantize("channel", 64)):
         assert (received(hook, rows)[:, ::3] == 0).all()
-        on_level = torch.func.vmap(lambda row, hook=hook: received(hook, row[None])[0])(rows)
-        assert (on_level[:, ::3] == 0).all()
+        assert (torch.func.vmap(lambda row, hook=hook: received(hook, row[None])[0])(rows)[:, ::3] == 0).all()
 
 
 def bagua(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,8 +83,7 @@ def test_one_bit_keeps_the_mean_size(name: str, seed: int) -> None:
     rows = INPUTS[name]().double()
     blocks, found = rows.view(-1, 64), received(hooks.OneBit(block=64), rows).view(-1, 64)
     expected = blocks.pow(2).sum(1) - blocks.abs().sum(1).pow(2) / 64
-    size = blocks.pow(2).sum(1)
-    assert (((found - blocks).pow(2).sum(1) - expected).abs() <= 1e-12 * size).all()
+    assert (((found - blocks).pow(2).sum(1) - expected).abs() <= 1e-12 * blocks.pow(2).sum(1)).all()
 
 
 @pytest.mark.parametrize("ratio", [0.004, 0.1, 0.5, 1.0])
@@ -97,8 +95,7 @@ def test_top_k_leaves_the_smallest(name: str, ratio: float, seed: int) -> None:
     assert ((found != 0).sum(1) <= count).all()
     left = (found - rows).pow(2).sum(1)
     assert (left <= (1 - count / 512) * rows.pow(2).sum(1) * (1 + 1e-12)).all()
-    smallest = rows.abs().sort(dim=1).values[:, : 512 - count].pow(2).sum(1)
-    torch.testing.assert_close(left, smallest, rtol=1e-12, atol=0)
+    torch.testing.assert_close(left, rows.abs().sort(dim=1).values[:, : 512 - count].pow(2).sum(1), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("levels", [6, 15])
@@ -124,8 +121,7 @@ def test_qsgd_is_unbiased_within_its_variance(levels: int, seed: int) -> None:
     hook, x, draws = hooks.QSGD(levels=levels, block=512), torch.randn(1, 512).double(), 400
     keys = (noise.key_of(seed, i, device=x.device) for i in range(draws))
     found = torch.stack([received(hook, x, key) for key in keys])
-    error = (found - x).pow(2).sum(-1).mean()
-    assert 0 < error <= min(512 / levels**2, 512**0.5 / levels) * x.pow(2).sum()
+    assert 0 < (found - x).pow(2).sum(-1).mean() <= min(512 / levels**2, 512**0.5 / levels) * x.pow(2).sum()
     for direction in (x, x.sign(), torch.randn_like(x)):  # single elements are too seldom drawn to tell
         along = ((found - x) * direction).sum(-1)
         assert abs(along.mean()) <= 6 * along.std() / draws**0.5
@@ -158,8 +154,7 @@ def test_random_numbers_are_uniform_normal_and_their_keys_differ(seed: int) -> N
     assert abs(z.mean()) <= 6 / count**0.5
     assert abs(z.std() - 1) <= 6 / (2 * count) ** 0.5
     for other in (noise.key_of(seed + 1, 1, device=cpu), noise.key_of(seed, 2, device=cpu)):
-        both = torch.stack([u, noise.uniform(other, count, torch.float64)])
-        assert abs(both.corrcoef()[0, 1]) <= 6 / count**0.5
+        assert abs(torch.stack([u, noise.uniform(other, count, torch.float64)]).corrcoef()[0, 1]) <= 6 / count**0.5
     assert abs(torch.stack([u[:-1], u[1:]]).corrcoef()[0, 1]) <= 6 / count**0.5
 
 

@@ -111,10 +111,9 @@ def test_equals_eager(backend: str, name: str, ranks: Ranks) -> None:
         for results in compiled:
             tolerance = 0 if backend == "aot_eager" else 1e-9
             torch.testing.assert_close(results, eager, rtol=tolerance, atol=tolerance)
-            first = found[0][1][0][0]
             assert all(
                 torch.equal(a, b)
-                for a, b in zip(ltx.tree.flatten(results[0])[0], ltx.tree.flatten(first)[0], strict=True)
+                for a, b in zip(ltx.tree.flatten(results[0])[0], ltx.tree.flatten(found[0][1][0][0])[0], strict=True)
             )
 
 

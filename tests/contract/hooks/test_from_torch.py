@@ -38,8 +38,7 @@ def model() -> nn.Module:
 
 
 def batch(seed: int, step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed + 100 * step + ltx.world().rank)
-    return torch.randn(5, 24, generator=generator)
+    return torch.randn(5, 24, generator=torch.Generator().manual_seed(seed + 100 * step + ltx.world().rank))
 
 
 def loss_of(module: nn.Module, params: Params, x: Tensor) -> Tensor:
@@ -329,8 +328,7 @@ def test_what_is_refused(name: str, ranks: Ranks) -> None:
 
 
 def test_where_it_cannot_run(ranks: Ranks) -> None:
-    strategy = strategy_of(default_hooks.allreduce_hook)
-    step = ltx.data_parallel(lambda w, x: (w * x).sum(), strategy)
+    step = ltx.data_parallel(lambda w, x: (w * x).sum(), strategy_of(default_hooks.allreduce_hook))
     with pytest.raises(UnsupportedError, match=r"FromTorch\(allreduce_hook, NoneType\) .* a world of one without"):
         torch.func.grad(step)(torch.ones(2), torch.ones(2))
     with pytest.raises(UnsupportedError, match=r"can't run on simulated ranks. Use a hook of ltx.hooks"):

@@ -47,8 +47,7 @@ class Feedback(CommHook):
         shapes = [leaf.shape for leaf in inputs.bucket.leaves]
         errors = [e.reshape(shape) for e, shape in zip((wanted - sent).split(inputs.bucket.sizes), shapes, strict=True)]
         zero = yield CollectiveRequest("psum", torch.zeros_like(sent[:1]))
-        total = yield CollectiveRequest("psum", sent)
-        return total + zero, [{"error": e} for e in errors]
+        return (yield CollectiveRequest("psum", sent)) + zero, [{"error": e} for e in errors]
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,7 @@ class Counted(CommHook):
         return self if step % 2 == 0 else hooks.FP16()
 
     def reduce(self, inputs: BucketInput) -> Reduction:
-        total = yield CollectiveRequest("psum", inputs.flat * (inputs.step + 1) + inputs.last)
-        return total, inputs.states
+        return (yield CollectiveRequest("psum", inputs.flat * (inputs.step + 1) + inputs.last)), inputs.states
 
 
 @dataclass(frozen=True)
@@ -346,8 +344,7 @@ def test_without_names(ranks: Ranks, seed: int) -> None:
 
 
 def test_what_states_are_refused(ranks: Ranks, seed: int) -> None:
-    net = new_net(seed)
-    hook = to_torch(Feedback(), dict(net.named_parameters()))
+    hook = to_torch(Feedback(), dict(new_net(seed).named_parameters()))
     for state, text in (
         ([], r"to_torch\(Feedback\(\)\): expected a dict with 'step' and 'params'.*list"),
         ({"step": 1}, r"got \['step'\]"),

@@ -200,8 +200,7 @@ def looped(name: str, seed: int) -> nn.Module:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for of_ranks in batches(seed):
         optimizer.zero_grad()
-        whole = {key: torch.cat([batch[key] for batch in of_ranks]) for key in of_ranks[0]}
-        model(**whole).loss.backward()
+        model(**{key: torch.cat([batch[key] for batch in of_ranks]) for key in of_ranks[0]}).loss.backward()
         optimizer.step()
     return model.eval()
 

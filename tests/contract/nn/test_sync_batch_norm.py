@@ -118,8 +118,7 @@ def test_second_derivatives_are_those_of_the_whole_batch(name: str, ranks: Ranks
 
     def loss(x: Tensor) -> Tensor:
         y = functional.batch_norm(x, None, None, weight, bias, True, eps=1e-3)
-        by_rank = y.split([f.shape[1] for f in flat], 2)
-        return torch.stack([bend(part, rank) for rank, part in enumerate(by_rank)]).sum()
+        return torch.stack([bend(part, rank) for rank, part in enumerate(y.split([f.shape[1] for f in flat], 2))]).sum()
 
     x = torch.cat(flat, 1).unsqueeze(0).requires_grad_()
     (dx,) = torch.autograd.grad(loss(x), x, create_graph=True)
@@ -210,8 +209,7 @@ def test_parameters_of_other_dtypes(training: bool, ranks: Ranks, seed: int) -> 
 
     def expected(x: Tensor) -> Any:
         m, v = mean.clone(), var.double()
-        y = functional.batch_norm(x.double(), m, v, weight, bias.double(), training, 1.0)
-        return y.float(), m, v.float()
+        return functional.batch_norm(x.double(), m, v, weight, bias.double(), training, 1.0).float(), m, v.float()
 
     want = expected(torch.cat(xs))
     torch.testing.assert_close(run(torch.cat(xs)), want)
@@ -409,8 +407,7 @@ def test_a_norm_whose_forward_was_set_is_refused() -> None:
 
 
 def test_without_an_axis_a_converted_part_keeps_its_own() -> None:
-    net = nn.Sequential(convert_sync_batch_norm(normed(), "node"), nn.BatchNorm1d(3))
-    made = convert_sync_batch_norm(net)
+    made = convert_sync_batch_norm(nn.Sequential(convert_sync_batch_norm(normed(), "node"), nn.BatchNorm1d(3)))
     assert (made[0][1].axis, made[1].axis) == ("node", None)
     assert [
         part.axis for part in convert_sync_batch_norm(made, "data").modules() if isinstance(part, SyncBatchNorm)
@@ -434,8 +431,7 @@ def test_torchs_norms_over_a_group_need_an_axis(ranks: Ranks, seed: int) -> None
         return y.detach()
 
     ys = list(ranks(2).run(run))
-    want = functional.batch_norm(x, None, None, training=True)
-    torch.testing.assert_close(torch.stack(ys, 1).flatten(0, 1), want)
+    torch.testing.assert_close(torch.stack(ys, 1).flatten(0, 1), functional.batch_norm(x, None, None, training=True))
 
 
 class Own(nn.BatchNorm1d):
@@ -493,8 +489,7 @@ def with_buffers(module: nn.Module) -> Callable[..., Any]:
 
     def step(params: Any, buffers: Any, x: Tensor, y: Tensor) -> Any:
         buffers = {name: b.clone() for name, b in buffers.items()}  # batch norm writes into them
-        output = functional_call(module, (params, buffers), (x,))
-        return ltx.Weighted((output - y).square().sum(), len(x)), buffers
+        return ltx.Weighted((functional_call(module, (params, buffers), (x,)) - y).square().sum(), len(x)), buffers
 
     return step
 
@@ -510,8 +505,7 @@ def trained(module: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Any:
 def bare_loop(module: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Any:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     losses = train_on.loop_of_torch(optimizer, lambda x, y: (module(x) - y).square().sum() / len(x), batches)
-    params = {name: p.detach() for name, p in module.named_parameters()}
-    return losses, params, dict(module.named_buffers())
+    return losses, {name: p.detach() for name, p in module.named_parameters()}, dict(module.named_buffers())
 
 
 @pytest.mark.full(but=1)

@@ -129,8 +129,7 @@ def test_loading_the_extension_again_keeps_the_workers_and_what_they_hold(kernel
 def test_values_go_in_and_out(kernel: Kernel) -> None:
     assert kernel.run("%%ltx --in here --out there\nhere * rank") == []
     assert kernel.run("there.stack()") == [("display", "tensor([[0., 0.],\n        [1., 1.]])")]
-    shown = kernel.run("%%ltx --in nowhere\n1")
-    assert "--in: the notebook has no 'nowhere'" in shown[0][1]
+    assert "--in: the notebook has no 'nowhere'" in kernel.run("%%ltx --in nowhere\n1")[0][1]
     kernel.run("%%ltx --out nothing\nNone")
     assert kernel.run("nothing") == [], "no table of None"
 
@@ -342,8 +341,7 @@ def test_displays_are_updated_and_a_rank_clears_its_own(kernel: Kernel) -> None:
         "ltx.barrier()\nhandle.update('second')\nif rank == 0:\n"
         "    clear_output(wait=True)\n    display('in its place')\n    print('with a line')"
     )
-    first = sorted(text for _, text in shown if "first" in text)
-    assert first == ["[rank 0] 'first of 0'", "[rank 1] 'first of 1'"]
+    assert sorted(text for _, text in shown if "first" in text) == ["[rank 0] 'first of 0'", "[rank 1] 'first of 1'"]
     expected = ["[rank 0] 'in its place'", "[rank 0] with a line", "[rank 1] 'second'"]
     assert sorted(kernel.screen.values()) == expected, "each in the place of what it had shown"
     kernel.run("%%ltx\nhandle.update('in a later cell')")

@@ -325,8 +325,7 @@ def test_a_class(cls: Any, options: dict[str, Any], backend: str, seed: int) -> 
     graphs: list[str] = []
 
     def watched(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        lists = [n for n in graph.graph.nodes if "_foreach_" in str(n.target)]
-        graphs.append("lists" if lists else "tensors")
+        graphs.append("lists" if [n for n in graph.graph.nodes if "_foreach_" in str(n.target)] else "tensors")
         return graph
 
     if backend == "aot_eager":

@@ -201,8 +201,7 @@ def test_schedule_may_return_a_tensor() -> None:
 def test_plain_autograd_sees_the_update_which_turns_donation_off(kwargs: dict[str, bool]) -> None:
     optimizer = from_torch(SGD, lr=0.1, momentum=0.9, **kwargs)
     params = {"w": torch.ones(2, requires_grad=True)}
-    grads = {"w": params["w"] ** 2}
-    new_params, _ = optimizer.apply(grads, optimizer.init(params), params, donate=True)
+    new_params, _ = optimizer.apply({"w": params["w"] ** 2}, optimizer.init(params), params, donate=True)
     assert new_params is not params
     new_params["w"].sum().backward()
     assert torch.allclose(params["w"].grad, torch.full((2,), 1 - 0.1 * 2))

@@ -133,8 +133,7 @@ def test_changed_between_steps_on_ranks(kind: str, ranks: Ranks, seed: int) -> N
     if "update" not in kind:  # after the first step the values are simulated ranks', all alike
         simulated = ltx.vmap(lambda x: adjusted(kind, first, x, False), in_dims=1)(xs.unflatten(1, (2, 4)))
         for rank in range(2):
-            got = {name: x[rank] for name, x in simulated.items()}
-            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close({name: x[rank] for name, x in simulated.items()}, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_rates_of_a_population(seed: int) -> None:
@@ -168,8 +167,7 @@ def test_a_rate_that_follows_the_loss_by_torchs_own_rule(ranks: Ranks) -> None:
             mine = torch.tensor(loss) + (2 * int(ltx.axis_index()) - 1) * n * (int(ltx.axis_size()) - 1)
             state, metrics = train(state, mine)
             plateau.step(metrics.loss)
-            opt_state = adjust(state.opt_state, lr=watched.param_groups[0]["lr"])
-            state = dataclasses.replace(state, opt_state=opt_state)
+            state = dataclasses.replace(state, opt_state=adjust(state.opt_state, lr=watched.param_groups[0]["lr"]))
             found.append(state.opt_state.hyper["lr"].value.item())
         return found
 
@@ -300,8 +298,7 @@ def test_a_scheduler_that_ends_is_only_asked_for_what_it_has(kind: type[Exceptio
 
 
 def test_are_values() -> None:
-    step = partial(torchs.StepLR, step_size=2)
-    for made in (warmup_cosine(1.0, 2, 6), from_scheduler(step, 0.1)):
+    for made in (warmup_cosine(1.0, 2, 6), from_scheduler(partial(torchs.StepLR, step_size=2), 0.1)):
         made(3)
         assert pickle.loads(pickle.dumps(made))(5) == made(5)
     assert warmup_cosine(1, 0, 4) == warmup_cosine(1, 0, 4) != warmup_cosine(1, 0, 5)

@@ -143,8 +143,7 @@ def by_labels(name: str) -> set[str]:
 
 def by_labels_of_frozen(name: str) -> set[str]:
     """A group whose only parameter is frozen takes no other one."""
-    groups = {"own": sgd(lr=0.1), "rest": sgd(lr=0.0)}
-    optimizer = ltx.optim.partition(groups, {name: "own", "*": "rest"})
+    optimizer = ltx.optim.partition({"own": sgd(lr=0.1), "rest": sgd(lr=0.0)}, {name: "own", "*": "rest"})
     frozen = moved(ltx.train_step(step, optimizer, trainable=lambda path: path != name))
     return frozen or {name} - frozen
 
@@ -156,16 +155,14 @@ def by_keep_params(name: str) -> set[str]:
         seen.update({name: x.dtype for name, x in params.items()})
         return step.fn(params)
 
-    precision = ltx.Precision(compute=torch.bfloat16, keep_params=(name,))
-    ltx.mixed_precision(ltx.data_parallel(look), precision)(params())
+    ltx.mixed_precision(ltx.data_parallel(look), ltx.Precision(compute=torch.bfloat16, keep_params=(name,)))(params())
     return {name for name, dtype in seen.items() if dtype == torch.float32}
 
 
 def by_hooks(name: str) -> set[str]:
     hook = ltx.hooks.partition({name: ltx.hooks.AllReduce(), "*": ltx.hooks.TopK(0.5, error_feedback=False)})
     run = functools.partial(ltx.sync_gradients, strategy=ltx.DDPStrategy(comm_hook=hook))
-    grads = {name: x.expand(2, 2) for name, x in params().items()}
-    reduced = ltx.vmap(lambda g: run(g)[0])(grads)
+    reduced = ltx.vmap(lambda g: run(g)[0])({name: x.expand(2, 2) for name, x in params().items()})
     return {name for name, x in reduced.items() if (x != 0).all()}
 
 

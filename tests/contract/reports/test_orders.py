@@ -287,8 +287,7 @@ def test_linearize_simulated_ranks(name: str, seed: int) -> None:
         if kind == "second" and name not in RECORDED:
             continue
         value, push = linearize(lambda xs, f=on_one: ltx.vmap(f)(xs, ts), xs)
-        expected = jvp(on_all, (xs,), (ts,))
-        close(torch.stack([value, push(ts)]), torch.stack(expected))
+        close(torch.stack([value, push(ts)]), torch.stack(jvp(on_all, (xs,), (ts,))))
 
 
 def recorded(name: str, mode: str, xs: Tensor, ts: Tensor) -> list[tuple[Tensor, list[str]]]:
@@ -365,8 +364,7 @@ def exported(name: str, xs: Tensor, ts: Tensor) -> tuple[Tensor, list[str]]:
 @pytest.mark.parametrize("name", some(ROWS, "psum", "sync_gradients"))
 def test_export(name: str, seed: int, ranks: Ranks) -> None:
     xs, ts = draw(ROWS[name], 2, seed)
-    found = ranks(2).run(exported, name, xs, ts)
-    close(torch.stack([value for value, _ in found]), ROWS[name].outputs(xs))
+    close(torch.stack([value for value, _ in ranks(2).run(exported, name, xs, ts)]), ROWS[name].outputs(xs))
 
 
 step = ltx.data_parallel(lambda w, x: (w * x).sin().sum())

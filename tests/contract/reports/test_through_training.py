@@ -53,8 +53,7 @@ def by_torch(params: Params, xs: Tensor) -> float:
 
 def trained(make: Callable[[], Any], params: Params, x: Tensor) -> Tensor:
     train = make()
-    state = go_on(train, train.init({"w": params["w"]}), [(x, params["decay"])] * STEPS)
-    return outside(params, state.params["w"])
+    return outside(params, go_on(train, train.init({"w": params["w"]}), [(x, params["decay"])] * STEPS).params["w"])
 
 
 def made(step: Any = loss, strategy: Any = None, **options: Any) -> Any:

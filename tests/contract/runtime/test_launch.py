@@ -117,8 +117,7 @@ def test_an_interrupt_says_nothing_of_workers_that_are_gone() -> None:
 def test_nothing_is_left() -> None:
     gc.collect()  # what earlier tests have left is no gain of this one
     sockets = len(os.listdir("/proc/self/fd"))
-    pids = ltx.launch(os.getpid, 2, start_method="fork")
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ltx.launch(os.getpid, 2, start_method="fork"))
     assert len(os.listdir("/proc/self/fd")) == sockets
 
 

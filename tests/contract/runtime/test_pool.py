@@ -88,8 +88,7 @@ def test_megabytes(ranks: Ranks, seed: int) -> None:
 
 def test_workers_are_the_same_processes_at_the_next_call(ranks: Ranks) -> None:
     first = ranks(2).run(os.getpid)
-    second = ranks(2).run(os.getpid)
-    assert list(first) == list(second)
+    assert list(first) == list(ranks(2).run(os.getpid))
     assert os.getpid() not in first
     assert first[0] != first[1]
 
@@ -242,10 +241,8 @@ def test_a_result_that_there_is_no_file_for() -> None:
 
 
 def test_a_pool_in_a_worker_is_refused(ranks: Ranks) -> None:
-    texts = ranks(2).run(said, WorkerError, Pool, 2)
-    assert texts.rank(1).startswith(
-        "rank 1: ltx.Pool(2) was called inside a worker of an ltx.Pool, and a pool of pools"
-    )
+    text = ranks(2).run(said, WorkerError, Pool, 2).rank(1)
+    assert text.startswith("rank 1: ltx.Pool(2) was called inside a worker of an ltx.Pool, and a pool of pools")
 
 
 def test_arguments_that_do_not_pickle(ranks: Ranks) -> None:

@@ -201,8 +201,7 @@ def test_weights_of_several_dtypes_travel(fields: dict[str, Any], ranks: Ranks, 
     for rank, history in enumerate(results):
         for step in range(1, 5):
             x, other = history[step - 1][0], results[1 - rank][step - 1][0]
-            inputs = inputs_of(seed, step, rank)
-            grads = torch.func.grad(odd_loss)(x, inputs)
+            grads = torch.func.grad(odd_loss)(x, inputs_of(seed, step, rank))
             expected = {k: (x[k].double() + other[k].double()) / 2 - 0.1 * grads[k].double() for k in x}
             for k, got in history[step][0].items():
                 off = 3e-2 if k == "half" else 1e-5
@@ -388,8 +387,7 @@ def test_momenta_by_another_hook(hook: Any, ranks: Ranks, seed: int) -> None:
 
     def run(start: Tensor, target: Tensor) -> Any:
         step = ltx.data_parallel(lambda w, x: (w - x).square().sum(), strategy)
-        mine = target[int(ltx.axis_index())]
-        found = train_on.trained(step, optim.qadam(0.01, warmup_steps=2), start, [mine] * 12)
+        found = train_on.trained(step, optim.qadam(0.01, warmup_steps=2), start, [target[int(ltx.axis_index())]] * 12)
         return found.params, found.state.sync_state.leaves, found.losses.tolist()
 
     (params, leaves, losses), (same, others, _) = ranks(2).run(

@@ -70,8 +70,7 @@ def test_second_derivatives_are_of_the_same_scale(op: str, times: float, ranks: 
 
     def product(x: Tensor, strategy: ltx.Strategy) -> Params:
         gradient = torch.func.grad(lambda p: ltx.data_parallel(loss, strategy)(p, x))
-        ones = ltx.tree.map(torch.ones_like, params_of())
-        return torch.func.jvp(gradient, (params_of(),), (ones,))[1]
+        return torch.func.jvp(gradient, (params_of(),), (ltx.tree.map(torch.ones_like, params_of()),))[1]
 
     def transposed(mine: Tensor, strategy: ltx.Strategy) -> Tensor:
         return torch.func.grad(lambda g: (ltx.sync_gradients(g, strategy)[0] * mine).sum())(mine)
@@ -176,8 +175,7 @@ def test_what_compiled_graphs_cant_hold(fields: dict[str, Any], text: str) -> No
 
 
 def test_adasum_pairs_ranks(ranks: Ranks) -> None:
-    text = ranks(3).run(lambda: said(StrategyError, trainer(op="adasum").init, params_of())).replicated()
-    assert text == (
+    assert ranks(3).run(lambda: said(StrategyError, trainer(op="adasum").init, params_of())).replicated() == (
         'HorovodStrategy(op="adasum") pairs ranks with ranks, and works on 1, 2, 4, 8, ... of them; '
         "axis 'data' has 3."
     )
@@ -268,8 +266,7 @@ def test_a_state_restored_on_one_rank_is_broadcast(optimizer: Any, ranks: Ranks)
         own = train.init(params_of())
         state = train.broadcast(pickle.loads(saved) if ltx.axis_index() == 1 else own, src=1)
         counts = state.step, state.sync_state.checked_step(), state.opt_state.count
-        leaves = [leaf.clone() for leaf in ltx.tree.flatten(state)[0]]
-        return counts, leaves, train(state, mine(x)[3])[0].params
+        return counts, [leaf.clone() for leaf in ltx.tree.flatten(state)[0]], train(state, mine(x)[3])[0].params
 
     expected = ltx.tree.flatten(pickle.loads(saved))[0]
     results = ranks(2).run(restore)
@@ -286,8 +283,7 @@ def test_a_state_restored_on_one_rank_is_broadcast(optimizer: Any, ranks: Ranks)
 def test_error_feedback_within_scales_and_passes(fields: dict[str, Any], factor: float) -> None:
     """What TopK leaves out is sent later: updates and what is left add up to all gradients."""
     grad, topk = torch.tensor([1.0, 8.0, 4.0, 2.0]), hooks.TopK(ratio=0.25, error_feedback=True)
-    strategy = ltx.HorovodStrategy(compression=topk, **fields)
-    step = ltx.data_parallel(lambda w, x: (w * x).sum(), strategy)
+    step = ltx.data_parallel(lambda w, x: (w * x).sum(), ltx.HorovodStrategy(compression=topk, **fields))
     train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
     state = train.init(torch.zeros(4))
     for i in range(8):

@@ -129,8 +129,7 @@ def test_at_end_ten_steps_of_period_five_end_with_equal_replicas(ranks: Ranks) -
 
 def test_gradients_stay_within_nodes(ranks: Ranks) -> None:
     """Each step sends them around a node of two, and its header too."""
-    strategy = ltx.LocalSGDStrategy({2: 2, 3: 4}, subgroup=2)
-    results = ranks(4).run(sent, strategy, 4)
+    results = ranks(4).run(sent, ltx.LocalSGDStrategy({2: 2, 3: 4}, subgroup=2), 4)
     gradients = ("bucket 0", ring(4 * NUMEL, 2))
     of_all, of_node = ring(4 * NUMEL, 4) + ring(inside.SUMMARY_BYTES, 4), ring(inside.SUMMARY_BYTES, 2)
     for params, issued, _ in results:

@@ -46,8 +46,7 @@ def make(name: str) -> tuple[Any, Any]:
 
 
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(10 * step + rank)
-    x = torch.randn(4, 5, generator=draw, dtype=torch.float64)
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
     return x, x[:, :3].sin()
 
 

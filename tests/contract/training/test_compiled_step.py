@@ -67,8 +67,7 @@ def starts_and_waits() -> list[str]:
 
     step = ltx.data_parallel(loss, ltx.DDPStrategy(bucket_bytes=4224, first_bucket_bytes=4224))  # of one layer
     with fresh_cache():
-        compiled = torch.compile(torch.func.grad(step), fullgraph=True)
-        _, code = run_and_get_code(compiled, params, torch.randn(4, 32))
+        _, code = run_and_get_code(torch.compile(torch.func.grad(step), fullgraph=True), params, torch.randn(4, 32))
     return re.findall(r"_c10d_functional\.(all_reduce|wait_tensor)[_.]", "".join(code))
 
 
@@ -183,8 +182,7 @@ def test_the_first_call_alone_compiles(
     With buffers, and a loss scale, which counts steps too.
     """
     step = ltx.data_parallel(lambda p, n, x: ((p["w"] * x + p["b"]).square().mean(), n + 1))
-    scaled = ltx.mixed_precision(step, ltx.Precision(keep=(1,), loss_scale=scale))
-    train = ltx.train_step(scaled, optimizer)
+    train = ltx.train_step(ltx.mixed_precision(step, ltx.Precision(keep=(1,), loss_scale=scale)), optimizer)
     graphs: list[Any] = []
 
     def backend(graph: torch.fx.GraphModule, examples: Any) -> Any:

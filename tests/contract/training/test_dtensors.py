@@ -128,8 +128,7 @@ def test_all_ranks_of_the_mesh_skip_together(ranks: Ranks, seed: int) -> None:
         with mesh_of(2, 2) as mesh:
             part = {"w": distributed(w, mesh["model"])}
 
-            rank = torch.distributed.get_rank()
-            x = torch.full((2,), float("nan") if bad and rank == 3 else 1.0)
+            x = torch.full((2,), float("nan") if bad and torch.distributed.get_rank() == 3 else 1.0)
             step = ltx.data_parallel(lambda p, x: (p["w"].to_local() * x).sum(), axis=mesh["data"])
             skipping = with_dtensors(ltx.train_step(step, _sgd(), guard="skip"))
             state, metrics = skipping(skipping.init(part), x)
@@ -259,8 +258,7 @@ def test_parts_are_saved_by_the_ranks_that_hold_them(ranks: Ranks, seed: int, tm
             texts = [_refused(save, path / "all", kind) for save in SAVES for kind in kinds]
             mine = path / str(mesh["model"].get_local_rank())
             ltx.checkpoint.save(mine, state.parts, axis=mesh["data"])
-            loaded = ltx.checkpoint.load(mine, train.init(params).parts, axis=mesh["data"])
-            again = replace(state, parts=loaded.state)
+            again = replace(state, parts=ltx.checkpoint.load(mine, train.init(params).parts, axis=mesh["data"]).state)
             texts.append(_refused(ltx.checkpoint.save, path / "all", again))
             whole = {"w": distributed(w, mesh["model"], Replicate())}  # on each rank: what one keeps is all
             ltx.checkpoint.save(path / "whole", train.init(whole).parts)

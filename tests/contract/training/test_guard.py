@@ -421,8 +421,7 @@ def test_a_step_that_autograd_differentiates_raises_as_others(kwargs: dict[str, 
 
 def test_a_limit_beside_a_loss_scale_and_in_a_checkpoint() -> None:
     precision = ltx.Precision(compute=torch.float16, loss_scale=ltx.DynamicLossScale(init=8.0, growth_interval=2))
-    step = ltx.mixed_precision(ltx.data_parallel(linear), precision)
-    train = ltx.train_step(step, SGD, max_skipped=2)
+    train = ltx.train_step(ltx.mixed_precision(ltx.data_parallel(linear), precision), SGD, max_skipped=2)
     check_too_many(until_too_many(train, lambda bad: torch.full((3, 4), NAN if bad else 0.5)), culprit=0)
 
     for made in (train, ltx.train_step(ltx.data_parallel(linear), SGD, guard="skip", max_skipped=2)):

@@ -82,8 +82,7 @@ PLAIN, OWN = ("ddp", "fp16"), ("noop", "local", "gossip", "async")
 @pytest.mark.full(but=3)
 @pytest.mark.parametrize("first", STRATEGIES)
 def test_strategies(first: str, ranks: Ranks, seed: int) -> None:
-    params = {"w": torch.randn(16, 16), "b": torch.randn(16)}
-    for found in ranks(2).run(handed_over, first, params, torch.randn(4, 16)):
+    for found in ranks(2).run(handed_over, first, {"w": torch.randn(16, 16), "b": torch.randn(16)}, torch.randn(4, 16)):
         for name, (text, went_on) in found.items():
             fits = name == first or any(first in kind and name in kind for kind in (PLAIN, OWN))
             if fits:
@@ -109,8 +108,7 @@ def test_replicas_that_have_parted(ranks: Ranks) -> None:
     def run(params: Any) -> tuple[str, float]:
         x = torch.tensor(1.0 + ltx.world().rank)
         state = LOCAL.finish(go_on(LOCAL, LOCAL.init({"w": torch.tensor(1.0)}), [x] * 2).state)
-        text = said(StepError, DDP, state, x)
-        return text, go_on(DDP, DDP.adopt(state, params), [x] * 5).params["w"].item()
+        return said(StepError, DDP, state, x), go_on(DDP, DDP.adopt(state, params), [x] * 5).params["w"].item()
 
     # Local SGD takes the mean after its first step; the next leaves 0.4 and 0.1.
     for params, w in (("mean", (0.4 + 0.1) / 2 / 32), ("rank0", 0.4 / 32)):

@@ -67,8 +67,7 @@ def test_the_step_computes_in_another_dtype_than_its_parameters(compute: torch.d
 
 
 def test_outputs_may_stay_as_they_are() -> None:
-    precision = ltx.Precision(output=None)
-    assert ltx.mixed_precision(STEP, precision)(params(), torch.ones(2, 4)).dtype == torch.bfloat16
+    assert ltx.mixed_precision(STEP, ltx.Precision(output=None))(params(), torch.ones(2, 4)).dtype == torch.bfloat16
     weighted = ltx.data_parallel(lambda p, x: ltx.Weighted(loss(p, x) * len(x), len(x)))
     assert ltx.mixed_precision(weighted, BF16)(params(), torch.ones(2, 4)).dtype == torch.float32
 
@@ -361,8 +360,7 @@ def test_world_of_one() -> None:
 @pytest.mark.parametrize("compute", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)])
 def test_a_compiled_step(compute: torch.dtype, ranks: Ranks) -> None:
     def run() -> Any:
-        precision = ltx.Precision(compute=compute, reduce=torch.bfloat16)
-        step = ltx.mixed_precision(ltx.accumulate(STEP, 2), precision)
+        step = ltx.mixed_precision(ltx.accumulate(STEP, 2), ltx.Precision(compute=compute, reduce=torch.bfloat16))
         compiled = torch.compile(torch.func.grad(step), backend="aot_eager", fullgraph=True)
         x = batch(0, 1 + ltx.world().rank)
         return compiled(params(), x), torch.func.grad(step)(params(), x)

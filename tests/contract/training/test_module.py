@@ -136,8 +136,7 @@ def by_data(model: nn.Module) -> None:
 
 
 def by_a_vector(model: nn.Module) -> None:
-    vector = nn.utils.parameters_to_vector(model.parameters())
-    nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(model.parameters()) * 0.5, model.parameters())
 
 
 def changed(way: str, change: Callable[[nn.Module], None]) -> tuple[bool, dict[str, Tensor]]:
@@ -407,8 +406,7 @@ def test_an_expanded_parameter_and_a_quantized_buffer(ranks: Ranks) -> None:
     def run() -> list[float]:
         model = Odd()
         train = training(model)
-        buffers = {name: x for name, x in model.named_buffers() if name != "codes"}
-        state, _ = train(train.init(model, buffers), batch(0))
+        state, _ = train(train.init(model, {name: x for name, x in model.named_buffers() if name != "codes"}), batch(0))
         return list(state.params["place"][3].tolist())
 
     assert len(ranks(2).run(run).replicated()) == 4
@@ -454,8 +452,7 @@ def test_a_buffer_that_changes_its_shape() -> None:
 
 def hooked_between_steps(layers: int) -> str:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
-    loss = ltx.data_parallel(lambda p, x: ltx.functional_call(model, p, x).square().mean())
-    train = ltx.train_step(loss, SGD)
+    train = ltx.train_step(ltx.data_parallel(lambda p, x: ltx.functional_call(model, p, x).square().mean()), SGD)
     state, _ = train(train.init(model), batch(0))
     first: Any = model[0]
     first.weight.register_hook(torch.zeros_like)

@@ -230,7 +230,6 @@ def by_experts(experts: Tensor) -> tuple[Tensor, Tensor]:
 
 def test_experts_have_the_gradient_of_the_sum(ranks: Ranks, seed: int) -> None:
     experts, w = torch.randn(2, requires_grad=True), torch.tensor(3.0, requires_grad=True)
-    mean = (experts.sum() * w * torch.tensor([1.0, 2.0])).mean()
-    by_expert, by_weight = torch.autograd.grad(mean, (experts, w))
+    by_expert, by_weight = torch.autograd.grad((experts.sum() * w * torch.tensor([1.0, 2.0])).mean(), (experts, w))
     for rank, (expert, weight) in enumerate(ranks(2).run(by_experts, experts.detach())):
         torch.testing.assert_close((expert, weight), (2 * by_expert[rank], by_weight))

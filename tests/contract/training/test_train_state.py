@@ -76,8 +76,7 @@ def test_paths_and_kinds() -> None:
     assert [".".join(map(str, path)) for path in optree.tree_paths(trained(1))] == PATHS
     assert sorted(trained(1).state_dict()) == sorted([*PATHS, "step", "updates"])
     layout = trained(0).layout
-    kinds = [layout.params, layout.buffers, layout.opt_state, layout.sync_state]
-    assert kinds == ["replicated", "per_rank"] * 2
+    assert [layout.params, layout.buffers, layout.opt_state, layout.sync_state] == ["replicated", "per_rank"] * 2
 
 
 COPIES: dict[str, Any] = {
@@ -108,8 +107,7 @@ def test_a_copy_has_nothing_that_is_under_way(name: str) -> None:
         refuses(InputError, "has an exchange under way", other.state_dict)
         assert how
     state = train.finish(state)
-    again = copy.deepcopy(state)
-    assert_same_bits(train.finish(train(again, X)[0]).params, train.finish(train(state, X)[0]).params)
+    assert_same_bits(train.finish(train(copy.deepcopy(state), X)[0]).params, train.finish(train(state, X)[0]).params)
 
 
 def test_frozen() -> None:

@@ -285,16 +285,14 @@ def failing(where: str, seed: int) -> tuple[Any, Any, list[float]]:
     fail[0] = True
     said(OutOfDataError, lambda: train(state, *own[1]))
     fail[0] = False
-    after = ltx.tree.map(torch.clone, state)
-    return before, after, [first.loss.item(), *go_on(train, state, own[1:]).losses.tolist()]
+    return before, ltx.tree.map(torch.clone, state), [first.loss.item(), *go_on(train, state, own[1:]).losses.tolist()]
 
 
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("real", [True, False])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_step_that_raises_leaves_the_state_as_it_was(where: str, real: bool, ranks: Ranks, seed: int) -> None:
-    results = ranks(2).run(failing, where, seed).replicated() if real else failing(where, seed)
-    before, after, losses = results
+    before, after, losses = ranks(2).run(failing, where, seed).replicated() if real else failing(where, seed)
     assert_same_bits((before.params, before.opt_state), (after.params, after.opt_state))
     module, batches = problem(seed, EQUAL, 3)
     expected, _ = one_process(module, whole(batches) if real else [by_rank[0] for by_rank in batches])
@@ -306,8 +304,7 @@ def test_an_eager_step_after_compiled_ones_counts_once() -> None:
     step = ltx.data_parallel(lambda p, x: (p["w"] * x).square().mean())
     train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
     state = train.init({"w": torch.tensor(1.0)})
-    clock = torch.tensor(2.0, dtype=torch.float64)
-    state = replace(state, sync_state=replace(state.sync_state, clock=clock))
+    state = replace(state, sync_state=replace(state.sync_state, clock=torch.tensor(2.0, dtype=torch.float64)))
     state, _ = train(state, torch.tensor([1.0, 2.0]))
     assert state.sync_state.checked_step() == 3
 
@@ -361,8 +358,7 @@ def test_a_training_step(overlap: Any, donate: bool) -> None:
     plain, step, params = allocated(bare), allocated(trained), Counter(p.numel() * 4 for p in params.values())
     assert plain, "activations and gradients are large"
     # What isn't donated is copied: parameters, and two moments of each.
-    copies = Counter() if donate else params + params + params
-    assert step - plain == copies
+    assert step - plain == (Counter() if donate else params + params + params)
     assert plain - step == Counter()
 
 

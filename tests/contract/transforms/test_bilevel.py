@@ -124,8 +124,7 @@ def gradients(captured: str, inner: str, seed: int, simulated: bool = False) -> 
 def expected(captured: str, seed: int, ranks: int) -> Params:
     """By one process on the whole batch, without ltx's steps."""
     params, x, y = problem(seed, ranks)
-    net = nn.Linear(4, 4, bias=False, dtype=torch.float64)
-    alone = outer(captured, by_grad(torch.func.grad), lambda fit: fit, net)
+    alone = outer(captured, by_grad(torch.func.grad), lambda fit: fit, nn.Linear(4, 4, bias=False, dtype=torch.float64))
     return backward(alone, params, x.flatten(0, 1), y.flatten())
 
 

@@ -120,8 +120,7 @@ def test_ways_to_wrap(wrap: Any) -> None:
 
 
 def test_gradients_with_respect_to_the_batch_are_the_ranks_own() -> None:
-    grads = on_two(torch.func.grad(ltx.data_parallel(scaled), argnums=1), AB)
-    assert grads.tolist() == [[2.0, 3.0]] * 2
+    assert on_two(torch.func.grad(ltx.data_parallel(scaled), argnums=1), AB).tolist() == [[2.0, 3.0]] * 2
     both = on_two(torch.func.grad(ltx.data_parallel(lambda w, x: (w * x.square()).sum()), argnums=(0, 1)), MEAN)
     assert both[0].tolist() == [[5.0, 14.5]] * 2
     assert both[1].tolist() == [[4.0, 14.0], [12.0, 35.0]]
@@ -208,8 +207,7 @@ def interleaved(seed: int) -> tuple[Params, Params]:
 def test_two_graphs_at_once(ranks: Ranks, seed: int) -> None:
     module, batches = CASES["mlp"].build(seed, 2)
     for got, sign in zip(ranks(2).run(interleaved, seed).replicated(), (1, -1), strict=True):
-        signed = [(sign * x, sign * y) for x, y in batches]
-        assert_close(got, cases.gradient(module, cases.whole_batch(module, signed)))
+        assert_close(got, cases.gradient(module, cases.whole_batch(module, [(sign * x, sign * y) for x, y in batches])))
 
 
 def test_nested_simulated_axes() -> None:

@@ -95,8 +95,7 @@ def test_parts_of_unequal_and_of_no_size(ranks: Ranks, seed: int) -> None:
                 return ((x @ w.T).sin() * v * s.sum()).sum(1).mean()
 
             step = with_dtensors(ltx.data_parallel(loss, axis=mesh["data"]))
-            grads = step.grad(params, ltx.shard(x, axis=mesh["data"]))
-            return [g.full_tensor() for g in grads]
+            return [g.full_tensor() for g in step.grad(params, ltx.shard(x, axis=mesh["data"]))]
 
     weights, x = [torch.randn(5, 3), torch.randn(5), torch.randn(1)], torch.randn(6, 3)
     expected = torch.func.grad(lambda p: ((x @ p[0].T).sin() * p[1] * p[2].sum()).sum(1).mean())(weights)
@@ -205,8 +204,7 @@ def test_other_outputs(ranks: Ranks, seed: int) -> None:
                 out: Any = distributed(x, model, Replicate()) @ w.T
                 return {"scores": out.to_local(), "sum": out.detach().sum()}
 
-            step = with_dtensors(ltx.data_parallel(scores, axis=mesh["data"]))
-            out = step(part, ltx.shard(x, axis=mesh["data"]))
+            out = with_dtensors(ltx.data_parallel(scores, axis=mesh["data"]))(part, ltx.shard(x, axis=mesh["data"]))
             assert type(out["sum"]) is Tensor
             (grad,) = torch.autograd.grad(out["scores"].sin().sum() / 2, part)
             return out["scores"].detach(), grad.full_tensor()

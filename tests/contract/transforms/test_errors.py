@@ -371,8 +371,7 @@ MISMATCHES: dict[str, tuple[Callable[[int], tuple[Any, Any]], str]] = {
 @pytest.mark.parametrize("name", MISMATCHES)
 def test_ranks_that_disagree(name: str, how: str, known: bool, ranks: Ranks) -> None:
     make, text = MISMATCHES[name]
-    operation = {"grad": "data_parallel"}.get(how, how)
-    assert ranks(2).run(on_both, make, how, known).replicated() == text.format(operation)
+    assert ranks(2).run(on_both, make, how, known).replicated() == text.format({"grad": "data_parallel"}.get(how, how))
 
 
 @pytest.mark.parametrize("name", ["shapes", "dtypes", "a leaf more", "strategies"])

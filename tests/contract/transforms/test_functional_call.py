@@ -116,8 +116,7 @@ def test_steps_with_checkpoints_are_those_without(call: Any, reentrant: bool, ra
         return [trained(seed, kind, how, call) for how in hows for kind in (reentrant, None)]
 
     # In a world of one torch takes the gradient of torch.func, and it has no checkpoints there.
-    alone = HOWS if call is ltx.functional_call else HOWS[:3]
-    for results in (*ranks(2).run(every, HOWS), every(alone)):
+    for results in (*ranks(2).run(every, HOWS), every(HOWS if call is ltx.functional_call else HOWS[:3])):
         for (params, own), (want, _) in zip(results[::2], results[1::2], strict=True):
             torch.testing.assert_close(params, want)
             torch.testing.assert_close(own, made(seed)[0].state_dict(), rtol=0, atol=0)
@@ -162,8 +161,7 @@ def test_several_calls_in_one_step_and_autocast(seed: int) -> None:
     rest = {name: (2 * p).requires_grad_() for name, p in params_of(same).items()}
 
     def loss(call: Any, first: nn.Module, second: nn.Module) -> Tensor:
-        inner = call(first, params, batches[0])
-        grads = torch.autograd.grad(inner, list(params.values()), create_graph=True)
+        grads = torch.autograd.grad(call(first, params, batches[0]), list(params.values()), create_graph=True)
         moved = {name: p - LR * g for (name, p), g in zip(params.items(), grads, strict=True)}
         with torch.autocast("cpu", torch.bfloat16):
             low = call(second, {n: p.float() for n, p in rest.items()}, batches[1].float()).double()
@@ -180,8 +178,7 @@ def test_an_error_leaves_the_module_as_it_was(seed: int) -> None:
     refuses(RuntimeError, "shapes", ltx.functional_call, net, params_of(twin), batches[0][:, :3])
     gc.collect()  # torch 2.11 complains when its checkpoint, which the error left halfway, is freed
     assert all(p is own[name] for name, p in net.named_parameters())
-    params = {name: p.requires_grad_() for name, p in params_of(twin).items()}
-    loss = ltx.functional_call(net, params, batches[0])
+    loss = ltx.functional_call(net, {name: p.requires_grad_() for name, p in params_of(twin).items()}, batches[0])
     net.blocks[1].kept[0] = lambda x: x.missing  # the second pass fails
     with pytest.raises(AttributeError):
         loss.backward()
@@ -315,8 +312,7 @@ def test_power_iterations_in_a_second_pass_begin_where_the_first_did(seed: int) 
     for checkpoints in (True, False):
         net = Twice(checkpoints)
         params = {name: p.detach().requires_grad_() for name, p in net.named_parameters()}
-        buffers = dict(net.named_buffers())
-        loss, after = ltx.functional_call(net, (params, buffers), x, return_buffers=True)
+        loss, after = ltx.functional_call(net, (params, dict(net.named_buffers())), x, return_buffers=True)
         loss.backward()
         results.append((after, {name: p.grad for name, p in params.items()}))
     torch.testing.assert_close(*results)

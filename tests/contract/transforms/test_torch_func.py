@@ -327,6 +327,5 @@ def test_equal_numbers(way: str) -> None:
     """One pass after the other, of other numbers: equal to the mean of both ranks' samples."""
     ones = [torch.ones(count, 2) * (1 + 2 * int(ltx.axis_index())) for count in (3, 1, 3)]
 
-    found = [WAYS[way](torch.ones(2), x) for x in ones]
-    for got, count in zip(found, (3, 1, 3), strict=True):
+    for got, count in zip([WAYS[way](torch.ones(2), x) for x in ones], (3, 1, 3), strict=True):
         torch.testing.assert_close(got, torch.full((count, 2), 2.0))

@@ -46,8 +46,7 @@ def averaged(
         inner = optimizer() if lr is None else optimizer(lr=lr(n))
         total = [on_each(np.zeros_like, params)] * n
         for step in range(problem.steps):
-            grads = problem.grads([params] * n, step)
-            total = [on_each(np.add, t, g) for t, g in zip(total, grads, strict=True)]
+            total = [on_each(np.add, t, g) for t, g in zip(total, problem.grads([params] * n, step), strict=True)]
             if (step + 1) % passes == 0:
                 mean = on_each(lambda *xs: sum(sent(x / n) for x in xs).astype(np.float64), *total)
                 params = inner.step(params, on_each(lambda x: factor(n) * x, mean))
@@ -66,8 +65,7 @@ def adasum_of_steps(optimizer: Callable[[], Sgd | Adam] = Sgd, *, passes: int = 
         optimizers = [optimizer() for _ in range(n)]
         total = [on_each(np.zeros_like, params)] * n
         for step in range(problem.steps):
-            grads = problem.grads([params] * n, step)
-            total = [on_each(np.add, t, g) for t, g in zip(total, grads, strict=True)]
+            total = [on_each(np.add, t, g) for t, g in zip(total, problem.grads([params] * n, step), strict=True)]
             if (step + 1) % passes == 0:
                 after = [inner.step(params, t) for inner, t in zip(optimizers, total, strict=True)]
                 deltas = [on_each(np.subtract, new, params) for new in after]

@@ -57,8 +57,7 @@ def eight_bit_parts(problem: Problem) -> list[list[Params]]:
 
 
 def _greatest_half(x: Array) -> Array:
-    least = np.sort(np.abs(x))[-max(1, round(0.5 * x.size))]
-    return np.where(np.abs(x) >= least, x, 0.0)
+    return np.where(np.abs(x) >= np.sort(np.abs(x))[-max(1, round(0.5 * x.size))], x, 0.0)
 
 
 def greatest_half_of_parts(problem: Problem) -> list[list[Params]]:
