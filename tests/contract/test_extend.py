@@ -18,7 +18,7 @@ from ltx import extend
 from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction
 from ltx.strategies import StateLayout, States, StepInfo, Strategy, Updated
 from tests.kinds import Ranks
-from tests.train_on import refuses
+from tests.train_on import go_on, refuses
 
 ROOT = Path(__file__).parents[2]
 
@@ -101,10 +101,7 @@ def reduced(hook: CommHook, grads: torch.Tensor) -> torch.Tensor:
 def trained(strategy: Strategy, x: torch.Tensor) -> torch.Tensor:
     step = ltx.data_parallel(lambda params, x: (params["w"] * x).sum(), strategy)
     train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.5))
-    state = train.init({"w": torch.zeros_like(x)})
-    for times in (1.0, 2.0, 4.0):
-        state, _ = train(state, times * x)
-    return state.params["w"]
+    return go_on(train, train.init({"w": torch.zeros_like(x)}), [x, 2.0 * x, 4.0 * x]).params["w"]
 
 
 def everywhere(f: Callable[..., torch.Tensor], value: Any, xs: torch.Tensor, ranks: Ranks) -> list[torch.Tensor]:

@@ -192,8 +192,7 @@ def test_in_compiled_graphs(ranks: Ranks, seed: int) -> None:
     torch.testing.assert_close(torch.compile(lambda xs: ltx.vmap(f)(xs), fullgraph=True, backend="aot_eager")(xs), want)
 
     def run(xs: Tensor) -> Tensor:
-        found: Tensor = torch.compile(f, fullgraph=True, backend="aot_eager")(xs[int(ltx.axis_index())])
-        return found
+        return torch.compile(f, fullgraph=True, backend="aot_eager")(xs[int(ltx.axis_index())])
 
     for rank, found in enumerate(ranks(4).run(run, xs)):
         torch.testing.assert_close(found, want[rank])

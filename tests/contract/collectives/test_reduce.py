@@ -69,12 +69,10 @@ def test_means_of_integers_whose_sums_are_too_large(ranks: Ranks, dtype: torch.d
     def run(x: Tensor) -> list[Tensor]:
         return [ltx.pmean(x), ltx.reduce(x), ltx.reduce(x, keep_dtype=True)]
 
-    def of_sparse() -> Tensor:
-        return ltx.pmean(xs[int(ltx.axis_index())].to_sparse()).to_dense()
-
     assert all(map(torch.equal, ranks(2).run(lambda: run(xs[int(ltx.axis_index())])).replicated(), want))
     assert all(torch.equal(found[0], x) for found, x in zip(ltx.vmap(run)(xs), want, strict=True))
-    assert torch.equal(ranks(2).run(of_sparse).replicated(), want[0])
+    of_sparse = ranks(2).run(lambda: ltx.pmean(xs[int(ltx.axis_index())].to_sparse()).to_dense())
+    assert torch.equal(of_sparse.replicated(), want[0])
 
 
 def test_an_unknown_op() -> None:

@@ -284,8 +284,7 @@ WANTED = ("output", "gradient", "jvp", "curved", "hvp")
 
 @cache
 def table() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(Path(__file__).with_name("jax_table.json").read_text(encoding="utf-8"))
-    return found
+    return json.loads(Path(__file__).with_name("jax_table.json").read_text(encoding="utf-8"))
 
 
 def rows(op: str, n: int) -> list[JaxRow]:

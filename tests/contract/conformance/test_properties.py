@@ -455,15 +455,12 @@ def problem(seed: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     return params, torch.randn(N, 4, 3, dtype=double), torch.randn(N, 4, 2, dtype=double)
 
 
-def _on_all(step: Callable[..., Any], params: Any, *batch: Tensor) -> Any:
-    return ltx.vmap(torch.func.grad(step), in_dims=(None, *(0 for _ in batch)))(params, *batch)
-
-
 def test_step_with_gradients_in_bfloat16(problem: tuple[dict[str, Tensor], Tensor, Tensor]) -> None:
     """Each share is rounded, then they are added up; at most 256 roundings of 2^-8 of the shares' magnitudes."""
     params, xs, ys = problem
     each = torch.vmap(torch.func.grad(_loss), in_dims=(None, 0, 0))(params, xs, ys)
-    got = _on_all(ltx.data_parallel(_loss, ltx.DDPStrategy(comm_hook="bf16")), params, xs, ys)
+    step = ltx.data_parallel(_loss, ltx.DDPStrategy(comm_hook="bf16"))
+    got = ltx.vmap(torch.func.grad(step), in_dims=(None, 0, 0))(params, xs, ys)
     for name, grads in each.items():
         assert torch.equal(got[name], _everywhere(got[name][0], N)), "ranks differ"
         bound = 2**-8 * ((grads / N).abs().sum(0) + grads.mean(0).abs()) + 1e-12

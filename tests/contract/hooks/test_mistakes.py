@@ -121,10 +121,7 @@ MISTAKES: dict[str, tuple[CommHook, str]] = {
 
 
 def train(hook: CommHook, x: torch.Tensor) -> torch.Tensor:
-    def loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        return (params["w"] * x).sum() + params["b"].sum()
-
-    step = ltx.data_parallel(loss, ltx.DDPStrategy(comm_hook=hook))
+    step = ltx.data_parallel(lambda p, x: (p["w"] * x).sum() + p["b"].sum(), ltx.DDPStrategy(comm_hook=hook))
     return trained(step, sgd(0.1), {"w": torch.ones(5), "b": torch.zeros(3)}, [x] * 3).params["w"]
 
 
@@ -213,8 +210,7 @@ def test_messages_whose_length_depends_on_the_values_are_refused(ranks: Ranks, s
 def test_refused(compress: Any, decompress: Any, text: str) -> None:
     def run() -> Tensor:
         strategy = ltx.DDPStrategy(comm_hook=from_functions(compress, decompress))
-        reduced: Tensor = ltx.vmap(lambda x: ltx.sync_gradients(x, strategy)[0])(torch.randn(2, 8))
-        return reduced
+        return ltx.vmap(lambda x: ltx.sync_gradients(x, strategy)[0])(torch.randn(2, 8))
 
     refuses(StrategyError, re.escape(text), run)
 

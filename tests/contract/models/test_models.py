@@ -70,8 +70,7 @@ def loss(p: Params, x: Tensor, y: Tensor) -> Tensor:
 def problem() -> tuple[Params, Tensor, Tensor]:
     """Rank 0's, on every rank."""
     params = {name: torch.randn_like(p) for name, p in NET.named_parameters()}
-    made: tuple[Params, Tensor, Tensor] = ltx.broadcast((params, torch.randn(32, 4), torch.randint(3, (32,))))
-    return made
+    return ltx.broadcast((params, torch.randn(32, 4), torch.randint(3, (32,))))
 
 
 def data_loader() -> Pair:

@@ -54,10 +54,6 @@ def causal(n: int) -> Batch:
     return {"input_ids": x, "labels": x.clone()}
 
 
-def pairs(n: int) -> Batch:
-    return {"input_ids": tokens(n), "labels": tokens(n)}
-
-
 def sentences(n: int) -> Batch:
     mask = (torch.arange(LENGTH) < torch.randint(2, LENGTH + 1, (n, 1))).long()
     return {"input_ids": tokens(n), "attention_mask": mask, "labels": torch.randint(CLASSES, (n,))}
@@ -143,7 +139,7 @@ MODELS = {
     "gpt2": Model(gpt2, causal, rtol=1e-5),
     "llama": Model(llama, causal, rtol=1e-4),
     "bert": Model(bert, sentences),
-    "t5": Model(t5, pairs, rtol=1e-4),
+    "t5": Model(t5, lambda n: {"input_ids": tokens(n), "labels": tokens(n)}, rtol=1e-4),
     "vit": Model(vit, images),
     "resnet18": Model(lambda: resnet([2, 2, 2, 2], "basic", 8), larger_images, rtol=1e-6),
     "resnet50": Model(lambda: resnet([3, 4, 6, 3], "bottleneck", 16), larger_images, rtol=1e-6),
@@ -270,8 +266,7 @@ def by_torch(variant: str, module: nn.Module, steps: list[list[Batch | None]], r
 
 
 def full(module: nn.Module, batch: Any) -> Tensor:
-    loss: Tensor = module(**batch).loss
-    return loss
+    return module(**batch).loss
 
 
 def half(module: nn.Module, batch: Any) -> Tensor:

@@ -460,8 +460,7 @@ UNEQUAL = {
 def begun(pair: tuple[ltx.optim.Optimizer, ...], strategy: ltx.Strategy) -> Tensor:
     train = ltx.train_step(ltx.data_parallel(lambda p, x: (p["w"] * x).sum(), strategy), pair[int(ltx.axis_index())])
     state, _ = train(train.init({"w": torch.ones(2)}), torch.ones(2))
-    made: Tensor = state.params["w"]
-    return made
+    return state.params["w"]
 
 
 def fails(pair: tuple[ltx.optim.Optimizer, ...], match: str) -> None:

@@ -676,9 +676,7 @@ def test_weights_for_evaluation(seed: int) -> None:
     torch.testing.assert_close(optimizer.evaluated(state.params, state.opt_state)["w"], own.detach())
     for around in (ltx.optim.chain(ltx.optim.clip_by_global_norm(1e9), optimizer), grouped):
         part = ltx.train_step(train.step, around, trainable="w")
-        inside = part.init({"frozen": torch.ones(1), "w": w})
-        for x in xs:
-            inside, _ = part(inside, x)
+        inside, _ = train_on.go_on(part, part.init({"frozen": torch.ones(1), "w": w}), xs)
         evaluated = around.evaluated(inside.params, inside.opt_state)
         torch.testing.assert_close(evaluated, {"frozen": torch.ones(1), "w": own.detach()})
     state, _ = train(state, xs[0])  # and training goes on from what it had

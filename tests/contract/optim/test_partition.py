@@ -53,10 +53,9 @@ def loss_fn(params: Params, x: Tensor, y: Tensor) -> Tensor:
 
 def problem() -> tuple[Params, Tensor, Tensor]:
     """Rank 0's, on every rank."""
-    made: tuple[Params, Tensor, Tensor] = ltx.broadcast(
+    return ltx.broadcast(
         ({name: torch.randn_like(p) for name, p in NET.named_parameters()}, torch.randn(16, 4), torch.randint(3, (16,)))
     )
-    return made
 
 
 @pytest.mark.parametrize("labels", [BIASES, label], ids=["patterns", "function"])

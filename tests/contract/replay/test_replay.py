@@ -100,8 +100,7 @@ def record(run: Path, kind: str, first: int) -> list[Tensor]:
     state = train.init(params())
     torch.manual_seed(ltx.world().rank)  # of the dropout
     with ltx.record_messages(run, steps=range(first, STEPS)):
-        for batch in given[:first]:
-            state, _ = train(state, *batch)
+        state, _ = go_on(train, state, given[:first])
         return trained(train, state, iter(given[first:]))
 
 
@@ -252,8 +251,7 @@ def test_where_a_nan_comes_from(ranks: Ranks, tmp_path: Path) -> None:
     train = train_step(guard="raise")
     with ltx.replay(tmp_path, rank=2) as replayed:
         state = replayed.load(train.init(params()))
-        for x, y in islice(replayed.batches, 2):
-            state, _ = train(state, x, y)
+        state, _ = go_on(train, state, islice(replayed.batches, 2))
         x, y = [*replayed.batches][2]
         with pytest.raises(NotFiniteError) as raised:
             train(state, x, y)
@@ -310,9 +308,7 @@ def test_a_script_that_knows_nothing_of_it(nothing: bool, tmp_path: Path) -> Non
         return
     train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
     with ltx.replay(tmp_path / "run", rank=1) as replayed:
-        state = replayed.load(train.init(torch.zeros(2)))
-        for batch in replayed.batches:
-            state, _ = train(state, *batch)
+        state, _ = go_on(train, replayed.load(train.init(torch.zeros(2))), replayed.batches)
     assert state.params.tolist() == [-(0.5 + 1.5 + 2.5)] * 2
 
 

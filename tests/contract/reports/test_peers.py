@@ -30,11 +30,6 @@ from tests.twins.training import sgd
 HEARTBEAT_S = 3.0
 
 
-def _hold_the_lock(for_s: float) -> None:
-    """One call of C code that doesn't release Python's lock."""
-    ctypes.PyDLL(None).usleep(int(for_s * 1e6))
-
-
 def _told(call: Callable[[], object]) -> str:
     try:
         call()
@@ -52,7 +47,7 @@ def test_a_rank_in_one_long_call_of_c_code_is_waited_for(busy: int, new: bool, s
     def body(tell: Callable[[Any], None]) -> str:
         ltx.psum(torch.ones(3))
         if ltx.world().rank == busy:
-            _hold_the_lock(2 * HEARTBEAT_S)
+            ctypes.PyDLL(None).usleep(int(2e6 * HEARTBEAT_S))  # which doesn't release Python's lock
         return _told(lambda: ltx.psum(torch.ones(4 if new else 3)))
 
     world = started(2, body, held_by="rank 0", heartbeat_s=HEARTBEAT_S)

@@ -98,8 +98,7 @@ def test_what_a_module_keeps_is_there_at_the_next_call(ranks: Ranks) -> None:
         torch.ltx_test_note = os.getpid()  # type: ignore[attr-defined]
 
     def read() -> int:
-        note: int = torch.__dict__.pop("ltx_test_note")
-        return note
+        return torch.__dict__.pop("ltx_test_note")
 
     ranks(2).run(keep)
     assert list(ranks(2).run(read)) == list(ranks(2).run(os.getpid))

@@ -312,10 +312,6 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2)).double()
 
 
-def mean_loss(module: nn.Module) -> Callable[..., Tensor]:
-    return lambda p, x: torch.func.functional_call(module, p, x).square().mean()
-
-
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("n", [2, 3])
 def test_the_warm_up_is_adam_under_ddp_bit_for_bit(n: int, ranks: Ranks) -> None:
@@ -325,7 +321,8 @@ def test_the_warm_up_is_adam_under_ddp_bit_for_bit(n: int, ranks: Ranks) -> None
         module, rank = net(), int(ltx.axis_index())
         ddp = DistributedDataParallel(net())
         theirs = torch.optim.Adam(ddp.parameters(), fused=True, **ADAM)
-        train = ltx.train_step(ltx.data_parallel(mean_loss(module), NEVER), optim.qadam(warmup_steps=100, **ADAM))
+        step = ltx.data_parallel(lambda p, x: torch.func.functional_call(module, p, x).square().mean(), NEVER)
+        train = ltx.train_step(step, optim.qadam(warmup_steps=100, **ADAM))
         state = train.init(dict(module.named_parameters()))
         for step in range(8):
             x = torch.randn(5, 6, generator=torch.Generator().manual_seed(17 * step + rank)).double()
@@ -408,13 +405,10 @@ def test_one_bit_sends_a_sixteenth_of_few_numbers(ranks: Ranks) -> None:
     assert nbytes[2] == nbytes[3] < nbytes[1] / 16
 
 
-def weighted(w: Tensor, x: Tensor) -> ltx.Weighted:
-    return ltx.Weighted((w * x).square().sum(), torch.tensor(float(len(x))))
-
-
 @on_ranks(2, alone=True)
 def test_weighted_losses_are_refused_once_momenta_travel() -> None:
     """What is divided by the sum of the weights, after the reduction, wouldn't be a gradient."""
+    weighted = lambda w, x: ltx.Weighted((w * x).square().sum(), torch.tensor(float(len(x))))  # noqa: E731
     train = ltx.train_step(ltx.data_parallel(weighted, QAdam(warmup_steps=1)), optim.qadam(warmup_steps=1))
     for run, x in ((train, torch.ones(2)), (ltx.vmap(train, in_dims=(None, 0)), torch.ones(3, 2))):
         state, _ = run(train.init(torch.tensor(1.0)), x)

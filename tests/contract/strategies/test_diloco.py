@@ -24,16 +24,13 @@ SIZES = {"a": 40, "b": 8, "c": 24, "d": 24}
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
 
 
-def loss(params: Params, x: Tensor) -> Tensor:
-    return sum(((p - x) ** 2).mean() for p in params.values())
-
-
 def start(dtype: torch.dtype = torch.float32) -> Params:
     return {name: torch.linspace(-1, 1, size, dtype=dtype) for name, size in SIZES.items()}
 
 
 def trainer(strategy: ltx.Strategy, optimizer: ltx.optim.Optimizer = SGD, **kwargs: Any) -> Any:
-    return ltx.train_step(ltx.data_parallel(loss, strategy), optimizer, **kwargs)
+    step = ltx.data_parallel(lambda params, x: sum(((p - x) ** 2).mean() for p in params.values()), strategy)
+    return ltx.train_step(step, optimizer, **kwargs)
 
 
 def trained(strategy: ltx.Strategy, steps: int = 12, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:

@@ -48,11 +48,9 @@ def test_gradients_are_the_exact_mean_on_every_rank(way: str, hook: Any, ranks: 
     xs = torch.randn(2, 2, 5)  # by rank, step and element
     wanted = list(xs.mean(0))
 
-    def on_this_rank() -> list[Tensor]:
-        return means(way, strategy, xs[int(ltx.axis_index())])
-
     together = ltx.vmap(lambda x: torch.stack(means(way, strategy, x)))(xs)
-    for found in (*ranks(2).run(on_this_rank), *map(list, together)):
+    real = ranks(2).run(lambda: means(way, strategy, xs[int(ltx.axis_index())]))
+    for found in (*real, *map(list, together)):
         for x, mean in zip(found, wanted, strict=True):
             torch.testing.assert_close(x, mean, rtol=0, atol=0)
 
@@ -82,8 +80,7 @@ def stepped(strategy: ltx.Strategy, x: Tensor, weight: Tensor) -> Tensor:
     """The parameter after a step of rank r: samples x_r, which count weight_r."""
     step = ltx.data_parallel(lambda w, x: ltx.Weighted(weight * (w * x).sum(), weight), strategy)
     train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
-    w: Tensor = train(train.init(torch.zeros(3)), x)[0].params
-    return w
+    return train(train.init(torch.zeros(3)), x)[0].params
 
 
 def test_what_averages_gradients_is_exact(ranks: Ranks, seed: int) -> None:

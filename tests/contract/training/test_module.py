@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import ltx
 from ltx.errors import DonatedStateError, InvalidStateError, StepError
 from tests.kinds import Ranks
-from tests.train_on import on_ranks, refuses, said
+from tests.train_on import go_on, on_ranks, refuses, said
 
 
 class Net(nn.Module):
@@ -34,8 +34,7 @@ class Net(nn.Module):
         self.last.bias.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.last(self.norm(self.first(x)).tanh())
-        return output
+        return self.last(self.norm(self.first(x)).tanh())
 
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -250,8 +249,7 @@ def test_parts_around_the_same_parameters() -> None:
             return getattr(self.__dict__["of"], name)
 
         def forward(self, x: Tensor) -> Tensor:
-            output: Tensor = self.__dict__["of"](x)
-            return output
+            return self.__dict__["of"](x)
 
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     train = ltx.train_step(ltx.data_parallel(lambda p, x: ltx.functional_call(model, p, x).square().sum()), SGD)
@@ -436,16 +434,13 @@ class Observer(nn.Module):
         if not self.least.numel():
             self.least.resize_(low.shape).fill_(torch.inf)
         self.least.copy_(torch.minimum(self.least, low))
-        output: Tensor = self.layer(x - self.least)
-        return output
+        return self.layer(x - self.least)
 
 
 def test_a_buffer_that_changes_its_shape() -> None:
     model = Observer()
     train = training(model)
-    state = train.init(model, dict(model.named_buffers()))
-    for number in range(2):
-        state, _ = train(state, batch(number))
+    state, _ = go_on(train, train.init(model, dict(model.named_buffers())), [batch(0), batch(1)])
     assert shows(model, state)
     assert model.least.shape == (4,)
 
@@ -582,9 +577,7 @@ def test_two_modules_and_simulated_ranks() -> None:
         assert shows(other, state_other)
     was = values(model)
 
-    def on_rank(x: Tensor) -> Any:
-        return train(train.init(model, dict(model.named_buffers())), x)[0].params
-
+    on_rank = lambda x: train(train.init(model, dict(model.named_buffers())), x)[0].params  # noqa: E731
     ltx.vmap(on_rank, out_dims=None)(torch.randn(2, 8, 4))
     assert all(torch.equal(x, was[name]) for name, x in values(model).items()), "ranks' values aren't a module's"
     state, _ = train(state, batch(2))

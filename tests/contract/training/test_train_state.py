@@ -323,9 +323,7 @@ def test_tensors_that_were_put_into_a_state() -> None:
 
 @pytest.mark.parametrize("guard", ["off", "skip"])
 def test_metrics_and_aux_keep_their_values(guard: Literal["off", "skip"]) -> None:
-    def with_aux(p: Params, x: torch.Tensor) -> Any:
-        return linear(p, x), {"b": p["b"], "row": p["w"][0]}
-
+    with_aux = lambda p, x: (linear(p, x), {"b": p["b"], "row": p["w"][0]})  # noqa: E731
     clipped = ltx.optim.chain(ltx.optim.clip_by_global_norm(0.1), sgd(lr=0.5))
     train = ltx.train_step(ltx.data_parallel(with_aux), clipped, has_aux=True, guard=guard)
     state = train.init({"w": torch.randn(3, 2), "b": torch.zeros(2)})

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import ltx
 from tests.kinds import Params, Ranks
-from tests.train_on import on_ranks
+from tests.train_on import go_on, on_ranks
 
 RATE, STEPS = 0.1, 2
 Step = Callable[..., Tensor]
@@ -33,32 +33,23 @@ def by_grad(grad: Callable[[Step], Step]) -> Callable[..., Tensor]:
 def by_train_step(donate: bool) -> Callable[..., Tensor]:
     def train(fit: Any, w: Tensor, *batch: Tensor) -> Tensor:
         train = ltx.train_step(fit, ltx.optim.from_torch(torch.optim.SGD, lr=RATE), donate=donate)
-        state = train.init(w)
-        for _ in range(STEPS):
-            state, _ = train(state, *batch)
-        found: Tensor = state.params
-        return found
+        return go_on(train, train.init(w), [batch] * STEPS).params
 
     return train
-
-
-def accumulated(fit: Any) -> Step:
-    return ltx.grad(ltx.accumulate(fit, 1))
 
 
 INNER = {
     "torch.func.grad": by_grad(torch.func.grad),
     "ltx.grad": by_grad(ltx.grad),
     "grad_and_value": by_grad(lambda fit: lambda *args: ltx.grad_and_value(fit)(*args)[0]),
-    "accumulate": by_grad(accumulated),
+    "accumulate": by_grad(lambda fit: ltx.grad(ltx.accumulate(fit, 1))),
     "train_step": by_train_step(True),
     "train_step, donate=False": by_train_step(False),
 }
 
 
 def features(net: nn.Module, params: Params, x: Tensor) -> Tensor:
-    found: Tensor = ltx.functional_call(net, {"weight": params["weight"]}, (x,))
-    return found
+    return ltx.functional_call(net, {"weight": params["weight"]}, (x,))
 
 
 def outer(captured: str, train: Callable[..., Tensor], around: Callable[[Step], Any], net: nn.Module) -> Step:
@@ -216,8 +207,7 @@ def test_a_value_in_an_attribute_that_is_differentiated_later(ranks: Ranks) -> N
     def run() -> tuple[Tensor, Tensor]:
         model, w, x = Model(), torch.tensor(0.5), torch.tensor([1.0, 2.0])
         torch.func.grad(model.step)(w, x)
-        found: tuple[Tensor, Tensor] = torch.func.grad(model.joint, argnums=(0, 1))(w, torch.tensor(2.0), x)
-        return found
+        return torch.func.grad(model.joint, argnums=(0, 1))(w, torch.tensor(2.0), x)
 
     for by_w, by_a in ranks(2).run(run):
         torch.testing.assert_close((by_w, by_a), (torch.tensor(-4.0), torch.tensor(1.25)))

@@ -15,7 +15,7 @@ from torch.func import functional_call
 import ltx
 from ltx.errors import StepError, UnusedParameterWarning
 from tests.kinds import Params, Ranks
-from tests.train_on import loop_of_torch, said, trained
+from tests.train_on import go_on, loop_of_torch, said, trained
 from tests.twins.training import sgd
 
 X = torch.arange(8.0).view(4, 2)
@@ -103,8 +103,7 @@ class Writing(nn.Module):
                 self.shift = nn.Parameter(x.mean(0), requires_grad=self.shift.requires_grad)
             else:
                 WRITES[self.how](self.shift, x.mean(0))
-        output: Tensor = self.layers(x - self.shift).square().mean()
-        return output
+        return self.layers(x - self.shift).square().mean()
 
 
 def of_writing(how: str, trained: bool, layers: int) -> str:
@@ -245,9 +244,7 @@ def test_a_buffer_that_requires_gradients(ranks: Ranks) -> None:
 def writing_later(call: Callable[..., Any]) -> str:
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval()
     train = ltx.train_step(ltx.data_parallel(lambda p, x: call(module, p, (x,)).square().mean()), sgd())
-    state = train.init({name: x.detach() for name, x in module.named_parameters()})
-    for _ in range(2):
-        state, _ = train(state, X)
+    state, _ = go_on(train, train.init({name: x.detach() for name, x in module.named_parameters()}), [X] * 2)
     module.train()
     return said(StepError, train, state, X)
 

@@ -258,15 +258,9 @@ def test_second_derivatives_are_exact_with_error_feedback_too(backing: str, rank
         torch.testing.assert_close(result, 6 * W * (X if backing == "one" else 1.5 * X), rtol=1e-6, atol=0)
 
 
-def per_sample() -> str:
-    return said(
-        UnsupportedError,
-        lambda: torch.vmap(lambda x: torch.func.grad(STEP)(ltx.Synced(W, STEP.init(W)), x))(torch.stack([X, X])),
-    )
-
-
 def test_per_sample_gradients_of_a_stateful_strategy_are_refused(ranks: Ranks) -> None:
-    assert ranks(2).run(per_sample).replicated() == (
+    per_sample = torch.vmap(lambda x: torch.func.grad(STEP)(ltx.Synced(W, STEP.init(W)), x))
+    assert ranks(2).run(said, UnsupportedError, per_sample, torch.stack([X, X])).replicated() == (
         "ErrorFeedback() can't reduce gradients of several samples at once between processes. For per-sample gradients "
         "use ltx.block_backward_sync(step) under vmap, then ltx.sync_gradients on their mean; for several cotangents "
         "call the step once for each."
