@@ -232,11 +232,10 @@ def test_all_to_all_nobody_raises_alone(ranks: Ranks) -> None:
 
 def _ragged(n: int, lengths: list[list[int]], dim: int) -> list[dict[str, Tensor]]:
     """By rank a tree of two leaves, of these lengths along `dim`."""
-    shapes = {"a": (2,), "b": (2, 3)}
     return [
         {
             name: torch.randn(length, *shape, dtype=torch.float64).movedim(0, dim)
-            for (name, shape), length in zip(shapes.items(), lengths[rank], strict=True)
+            for (name, shape), length in zip({"a": (2,), "b": (2, 3)}.items(), lengths[rank], strict=True)
         }
         for rank in range(n)
     ]

@@ -55,9 +55,8 @@ def test_new_signatures_that_differ(on_new_axis: OnNewAxis, name: str) -> None:
     call, expected = MISMATCHES[name]
 
     def run() -> tuple[str, float]:
-        return train_on.said(RankMismatchError, call, int(ltx.axis_index())), ltx.psum(
-            torch.ones(()), axis="data"
-        ).item()
+        text = train_on.said(RankMismatchError, call, int(ltx.axis_index()))
+        return text, ltx.psum(torch.ones(()), axis="data").item()
 
     text, after = on_new_axis(run).replicated()
     assert text.startswith("axis 'data': ranks disagree on ")
@@ -447,5 +446,4 @@ def test_an_axis_closes_whatever_is_found_on_the_way() -> None:
         inside.close_axis(axis)
     inside.close_axis(axis)  # nothing is left to do
     ended = users - axis.comm.peers.watcher.users
-
     assert (ended, len(dist.distributed_c10d._world.pg_map) - groups, len(axis.comm.parts)) == (2, 0, 1)

@@ -226,7 +226,6 @@ def test_what_the_refused_step_leaves() -> None:
     interrupted()
     with captured(), pytest.raises(UnsupportedError):
         interrupted()
-
     torch.testing.assert_close(interrupted(), expected, rtol=0, atol=0)
 
 

@@ -216,9 +216,8 @@ def test_refused(case: str) -> None:
 
 @pytest.mark.full
 def test_a_schedule_that_is_over_can_be_compiled() -> None:
-    hook = hooks.after(2, hooks.OneBit(block=16))
     params, x = parameters(), torch.randn(4, 4, 6).double()
-    step = ltx.data_parallel(loss, strategy_of(hook))
+    step = ltx.data_parallel(loss, strategy_of(hooks.after(2, hooks.OneBit(block=16))))
     gradient, state = by_ltx(step), step.init(params)
     for t in range(2):
         _, state = gradient(params, state, x[t])

@@ -301,14 +301,13 @@ def test_a_state_goes_on_with_other_buckets(name: str) -> None:
 @pytest.mark.parametrize("name", ["powersgd 1", "batched powersgd", "onebit", "powersgd in eight bits"])
 def test_buckets_that_arrive_in_any_order(name: str, ranks: Ranks, seed: int) -> None:
     """Where torch's PowerSGD hook aborts: several buckets, and ranks whose gradients come at different times."""
-    strategy = strategy_of(EVERY[name], 100)
     params = {f"w{i}": torch.randn(6, 8, dtype=torch.float64) for i in range(8)}
 
     def branches(params: Grads, factor: Tensor, delays_s: list[float]) -> Tensor:
         late = (in_backward(w, partial(time.sleep, d)) for w, d in zip(params.values(), delays_s, strict=True))
         return sum(torch.sin(factor * w).sum() for w in late)
 
-    step = ltx.data_parallel(branches, strategy)
+    step = ltx.data_parallel(branches, strategy_of(EVERY[name], 100))
 
     def on_rank() -> Any:
         drawn, results, state = random.Random(seed + ltx.world().rank), [], step.init(params)

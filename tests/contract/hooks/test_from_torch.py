@@ -160,10 +160,8 @@ def test_power_sgd_in_several_buckets(seed: int) -> None:
         params = {name: p.detach() for name, p in module.named_parameters()}
         return [torch.func.grad(step)(params, batch(seed, i).double()) for i in range(5)]
 
-    found = grads(powerSGD_hook.powerSGD_hook, state), grads(default_hooks.allreduce_hook, None)
+    compressed, exact = grads(powerSGD_hook.powerSGD_hook, state), grads(default_hooks.allreduce_hook, None)
     assert len(state.p_memory_dict) > 1
-
-    compressed, exact = found
     for got, want in zip(compressed, exact, strict=True):
         torch.testing.assert_close(got, want)
 

@@ -333,9 +333,8 @@ def test_state_dict_goes_on_in_other_buckets(ranks: Ranks, seed: int) -> None:
 
 def test_without_names(ranks: Ranks, seed: int) -> None:
     def run() -> Any:
-        net = new_net(seed)
         hook = to_torch(Feedback())
-        found = with_ddp(hook, seed, net=net, **SMALL)
+        found = with_ddp(hook, seed, **SMALL)
         return found, {key: list(state["error"].shape) for key, state in hook.state_dict()["params"].items()}
 
     found, shapes = ranks(2).run(run).replicated()

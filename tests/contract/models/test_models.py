@@ -79,8 +79,7 @@ def data_loader() -> Pair:
     sampler: Any = DistributedSampler(TensorDataset(x, y), num_replicas=world.size, rank=world.rank, shuffle=False)
     loader: Any = DataLoader(TensorDataset(x, y), batch_size=4, sampler=sampler, num_workers=2)
     train = ltx.train_step(ltx.data_parallel(loss), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
-    state, alone = train.init(params), params
-    state, _ = go_on(train, state, [tuple(batch) for batch in loader])
+    state, alone = go_on(train, train.init(params), [tuple(batch) for batch in loader]).state, params
     for step in range(32 // (4 * world.size)):
         places = [rank + world.size * (4 * step + k) for rank in range(world.size) for k in range(4)]
         gradients = grad(loss)(alone, x[places], y[places])

@@ -41,9 +41,8 @@ def test_in_dims(in_dims: Any, args: Any, expected: Tensor) -> None:
 
 
 def test_in_dims_of_several_arguments() -> None:
-    f = ltx.vmap(lambda a, b, c: ltx.psum(a * b) + c, in_dims=(None, 0, 1))
-    a, b, c = torch.tensor(2.0), torch.tensor([1.0, 2.0]), torch.tensor([[10.0, 20.0]])
-    assert f(a, b, c).tolist() == [[16.0], [26.0]]
+    given = torch.tensor(2.0), torch.tensor([1.0, 2.0]), torch.tensor([[10.0, 20.0]])
+    assert ltx.vmap(lambda a, b, c: ltx.psum(a * b) + c, in_dims=(None, 0, 1))(*given).tolist() == [[16.0], [26.0]]
 
 
 def test_in_dims_as_prefixes_of_trees() -> None:

@@ -201,10 +201,9 @@ def test_vectorized_calls(name: str, backing: str, seed: int, ranks: Ranks) -> N
 def test_vectorized_calls_around_simulated_ranks(name: str, seed: int) -> None:
     """All ranks' inputs are one tensor, whose derivatives need no convention."""
     op, (xs, _) = ROWS[name], draw(ROWS[name], 2, seed)
-    fs = ltx.vmap(op.output)
     expected = torch.func.jacrev(op.outputs)(xs)
     for strategy in ("reverse-mode", "forward-mode")[: 1 if op.replicated else 2]:  # of which the first is the mean's
-        found = jacobian(fs, xs, vectorize=True, strategy=strategy)
+        found = jacobian(ltx.vmap(op.output), xs, vectorize=True, strategy=strategy)
         torch.testing.assert_close(found.detach(), expected, rtol=1e-8, atol=1e-8)
 
 

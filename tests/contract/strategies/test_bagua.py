@@ -41,9 +41,8 @@ def test_an_odd_number_cant_pair(n: int, fields: dict[str, Any], what: str) -> N
 
 def sent(algorithm: str, steps: int = 4, **fields: Any) -> list[list[tuple[str, int]]]:
     """What each step issues, without headers: (operation, bytes)."""
-    start = {"w": torch.ones(3, 4), "b": torch.ones(3), "s": torch.ones(()), "pad": torch.ones(1000)}
     train, issued = trainer(algorithm, **fields), []
-    state = train.init(start)
+    state = train.init({"w": torch.ones(3, 4), "b": torch.ones(3), "s": torch.ones(()), "pad": torch.ones(1000)})
     for x, y in make_problem(0, int(ltx.axis_size()), steps).batches():
         with ltx.profile.record() as trace:
             state, _ = train(state, x.float(), y.float())

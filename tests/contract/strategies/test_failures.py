@@ -197,10 +197,9 @@ def side_by_side(schedule: tuple[int, int] | None) -> list[float]:
     sgd = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
     trains = [ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum(), strategy), sgd) for _ in range(2)]
     states = [train.init(torch.full((2,), value)) for train, value in zip(trains, (1000.0, 1.0), strict=True)]
-    zeros = torch.zeros(2)
     for turn in range(8 if schedule else 100):  # by the clock until a round is complete and the next one due
         for which in (0, 1) if rank == 0 or schedule else (0, 1, 1)[turn % 2 :]:
-            states[which], _ = trains[which](states[which], zeros)
+            states[which], _ = trains[which](states[which], torch.zeros(2))
     return [train.finish(state).params[0].item() for train, state in zip(trains, states, strict=True)]
 
 

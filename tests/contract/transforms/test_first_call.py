@@ -214,10 +214,9 @@ class Quantizer(nn.Module):
 
 def own_gradients() -> tuple[float, float, str, str]:
     net, x = Quantizer(), torch.tensor([1.0, 2.0]) + ltx.axis_index()
-    step = ltx.data_parallel(lambda p, x: ltx.functional_call(net, p, (x,)))
     params = {"scale": net.scale.detach().clone().requires_grad_()}
     sgd = ltx.optim.from_torch(torch.optim.SGD, lr=1.0)
-    train = ltx.train_step(step, sgd)
+    train = ltx.train_step(ltx.data_parallel(lambda p, x: ltx.functional_call(net, p, (x,))), sgd)
     state, _ = train(train.init(params), x)
     given = ltx.data_parallel(lambda p, b, x: ltx.functional_call(Quantizer(), (p, b), (x,), return_buffers=True))
     train = ltx.train_step(given, sgd)
