@@ -138,7 +138,6 @@ def test_other_numbers_of_ranks(ranks: Ranks) -> None:
         AxisError, match=r"adasum pairs ranks with ranks, and works on 1, 2, 4, 8, \.\.\. of them, got 3"
     ):
         ltx.vmap(ltx.adasum)(torch.ones(3, 2))
-
     assert "got 3" in ranks(3).run(said, AxisError, ltx.adasum, torch.ones(2)).replicated()
 
 

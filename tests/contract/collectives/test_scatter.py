@@ -63,7 +63,6 @@ CALLS: dict[str, Callable[[Tensor, int], Any]] = {
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_ranks_that_are_not_on_the_axis(ranks: Ranks, call: str, rank: int) -> None:
     text = rf"{call}={rank} isn't an index on an axis of 2 ranks, 0 to 1\. It counts on the axis, not in the world\."
-
     ranks(2).run(lambda: refuses(AxisError, text, CALLS[call], torch.ones(2), rank))
     refuses(AxisError, text, ltx.vmap(lambda x: CALLS[call](x, rank)), torch.ones(2, 2))
 

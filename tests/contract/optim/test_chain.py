@@ -410,8 +410,7 @@ def by_hand(name: str, params: Params, x: Tensor, y: Tensor) -> Any:
 
 def trained(name: str, strategy: str, overlap: Any, params: Params, *batch: Tensor) -> Any:
     train = ltx.train_step(ltx.data_parallel(loss_fn, STRATEGIES[strategy]), OPTIMIZERS[name], overlap=overlap)
-    state, _ = go_on(train, train.init(params), [batch] * STEPS)
-    return dict(state.params)
+    return dict(go_on(train, train.init(params), [batch] * STEPS).params)
 
 
 def both(name: str, strategy: str, overlap: Any, params: Params, x: Tensor, y: Tensor) -> tuple[Any, Any]:

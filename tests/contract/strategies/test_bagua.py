@@ -189,7 +189,6 @@ def test_a_broadcast_state_knows_its_neighbours() -> None:
     """Ranks that all have one rank's weights know them of each other: copies of others would pull at every step."""
     x = torch.full((3,), float(ltx.axis_index()))
     state = RING.broadcast(go_on(RING, RING.init(torch.ones(3)), [x] * 3).state, src=1)
-
     before, after = [state.params.clone(), go_on(RING, state, [torch.zeros(3)] * 10).params]
     torch.testing.assert_close(after, before)
 

@@ -47,7 +47,6 @@ def test_gradients_are_the_exact_mean_on_every_rank(way: str, hook: Any, ranks: 
     strategy = ltx.ZeroStrategy(comm_hook=hook)
     xs = torch.randn(2, 2, 5)  # by rank, step and element
     wanted = list(xs.mean(0))
-
     together = ltx.vmap(lambda x: torch.stack(means(way, strategy, x)))(xs)
     real = ranks(2).run(lambda: means(way, strategy, xs[int(ltx.axis_index())]))
     for found in (*real, *map(list, together)):

@@ -126,10 +126,8 @@ def test_a_skipped_update_keeps_the_passes_before_it(op: Any, ranks: Ranks) -> N
 @on_ranks(2)
 def test_groups_are_of_parameters(fields: dict[str, Any]) -> None:
     """What a guard sends where gradients are local is in none, and is looked for in none."""
-
     strategy = ltx.HorovodStrategy(groups=[["w"]], **fields)
     x = torch.full((3,), torch.nan if ltx.axis_index() else 1.0)
-
     assert trained(loss, SGD, params_of(), [x], strategy, guard="skip").skipped == [True]
 
 

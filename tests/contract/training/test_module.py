@@ -157,7 +157,6 @@ def test_values_that_are_put_under_its_parameters_are_the_state_s(way: str) -> N
     """``p.data = x``, as vector_to_parameters does: the next step went on from what was before, without a word."""
     _, wanted = changed(way, in_place)
     found = [changed(way, change) for change in (by_data, by_a_vector)]
-
     assert [after and all(torch.equal(x, wanted[k]) for k, x in now.items()) for after, now in found] == [True, True]
 
 
@@ -417,7 +416,6 @@ def test_buffers_that_nothing_writes_to_are_rank_0s() -> None:
     model.register_buffer("fixed", torch.full((2,), float(ltx.axis_index())))
     ltx.train_step(ltx.data_parallel(lambda p, x: p["weight"].sum() * x), SGD).init(model)
     assert isinstance(model.fixed, Tensor)
-
     assert model.fixed.tolist() == [0.0, 0.0]
 
 
@@ -576,7 +574,6 @@ def test_two_modules_and_simulated_ranks() -> None:
         assert shows(model, state)
         assert shows(other, state_other)
     was = values(model)
-
     on_rank = lambda x: train(train.init(model, dict(model.named_buffers())), x)[0].params  # noqa: E731
     ltx.vmap(on_rank, out_dims=None)(torch.randn(2, 8, 4))
     assert all(torch.equal(x, was[name]) for name, x in values(model).items()), "ranks' values aren't a module's"
