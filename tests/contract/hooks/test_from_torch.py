@@ -331,8 +331,8 @@ def test_where_it_cannot_run(ranks: Ranks) -> None:
         torch.func.grad(step)(torch.ones(2), torch.ones(2))
     with pytest.raises(UnsupportedError, match=r"can't run on simulated ranks. Use a hook of ltx.hooks"):
         ltx.vmap(torch.func.grad(step), in_dims=(None, 0))(torch.ones(2), torch.ones(3, 2))
-    samples = lambda: torch.vmap(torch.func.grad(step), in_dims=(None, 0))(torch.ones(2), torch.ones(3, 2))  # noqa: E731
-    assert "per-sample gradients" in ranks(2).run(train_on.said, UnsupportedError, samples).rank(0)
+    given = torch.vmap(torch.func.grad(step), in_dims=(None, 0)), torch.ones(2), torch.ones(3, 2)
+    assert "per-sample gradients" in ranks(2).run(train_on.said, UnsupportedError, *given).rank(0)
 
 
 @pytest.mark.full
