@@ -67,8 +67,7 @@ def fast(items: Iterable[pytest.Item]) -> set[pytest.Item]:
             kept.add(item)
     for table in tables.values():
         if marker := table[0].get_closest_marker("covering"):
-            rows = [_values(item, **marker.kwargs) for item in table]
-            table = [table[i] for i in covering(rows, *marker.args)]
+            table = [table[i] for i in covering([_values(item, **marker.kwargs) for item in table], *marker.args)]
         if marker := table[0].get_closest_marker("full"):
             table = spread(table, marker.kwargs["but"])
         kept |= set(table)

@@ -98,8 +98,7 @@ def loss_of(model: Block, mesh: Any = None, sequence: bool = False) -> Any:
 
         part = ltx.functional_call(model, params, (x.chunk(2, 1)[mesh.get_local_rank()],))
         whole: Any = DTensor.from_local(part, mesh, [Shard(1)]).redistribute(placements=[Replicate()])
-        target = DTensor.from_local(y, mesh, [Replicate()], run_check=False)
-        return mse_loss(whole, target)  # itself a DTensor
+        return mse_loss(whole, DTensor.from_local(y, mesh, [Replicate()], run_check=False))  # itself a DTensor
 
     return step
 

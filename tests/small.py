@@ -26,8 +26,7 @@ def make(strategy: ltx.Strategy | None = None, loss_fn: Callable[..., Any] = los
     step = ltx.data_parallel(loss_fn, strategy or ltx.DDPStrategy())
     train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.AdamW, lr=0.05), **kwargs)
     generator = torch.Generator().manual_seed(2)
-    params = {"w": torch.randn(5, 7, generator=generator), "v": torch.randn(7, generator=generator)}
-    return train, train.init(params)
+    return train, train.init({"w": torch.randn(5, 7, generator=generator), "v": torch.randn(7, generator=generator)})
 
 
 def values(state: Any) -> list[Any]:

@@ -195,8 +195,7 @@ def test_the_study_of_strategies() -> None:
 
     found = study.load()
     pattern = r"^\| `(ltx\.\w+Strategy\(.*?\))` \|.*\| (\d+)% \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$"
-    page = (DOCS / "how-to" / "choose-a-strategy.md").read_text(encoding="utf-8")
-    rows = re.findall(pattern, page, re.MULTILINE)
+    rows = re.findall(pattern, (DOCS / "how-to" / "choose-a-strategy.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert len(rows) >= 8
     for code, percent, *losses in rows:
         strategy = eval(code, {"ltx": ltx})

@@ -75,8 +75,7 @@ def test_what_is_missing_is_installed_beside_torch(still: list[str], monkeypatch
 @pytest.mark.full
 def test_what_is_tried_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     refuses(gpu.NoGpuError, "ltx doesn't run on the GPU: ", gpu.check, sys.executable)
-    here = gpu.CHECK.replace("cpu:gloo,cuda:nccl", "gloo").replace("x.is_cuda and ", "")
-    monkeypatch.setattr(gpu, "CHECK", here)
+    monkeypatch.setattr(gpu, "CHECK", gpu.CHECK.replace("cpu:gloo,cuda:nccl", "gloo").replace("x.is_cuda and ", ""))
     gpu.check(sys.executable)
     assert re.fullmatch(r"ltx \S+ sums on cpu by gloo\n", capsys.readouterr().out)
 

@@ -60,8 +60,7 @@ def test_a_published_comparison_trains(published: Any) -> None:
 
 
 def test_the_page_of_published_results_has_what_the_script_prints(published: Any) -> None:
-    page = Path(__file__).parents[2] / "docs" / "how-to" / "published-results.md"
-    text = page.read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "how-to" / "published-results.md").read_text(encoding="utf-8")
     found = published.tables(published.load()["runs"])
     assert list(found) == list(published.STUDIES)
     for study, tables in found.items():

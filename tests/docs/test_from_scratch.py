@@ -166,7 +166,6 @@ def test_it_is_as_short_as_it_says() -> None:
 
 def test_its_table_has_every_file_of_the_core() -> None:
     core = ROOT / "ltx" / "core"
-    named = re.findall(r"`(\w+/\w+\.py)`", PAGE.read_text(encoding="utf-8"))
-    assert sorted(named) == sorted(
+    assert sorted(re.findall(r"`(\w+/\w+\.py)`", PAGE.read_text(encoding="utf-8"))) == sorted(
         path.relative_to(core).as_posix() for path in core.rglob("*.py") if path.name != "__init__.py"
     )

@@ -73,8 +73,7 @@ def test_simulated_ranks_and_one_alone(tmp_path: Path) -> None:
     x = found["xs"][0]
     grads = [grads_of(found["params"]["w"], part) for part in x.chunk(4)]
     own, mean = ltx.vmap(run)(x.unflatten(0, (4, 8)))
-    expected = torch.stack([g.square().sum() for g in grads]).mean() * 0.1
-    torch.testing.assert_close(own, expected.expand(4))
+    torch.testing.assert_close(own, (torch.stack([g.square().sum() for g in grads]).mean() * 0.1).expand(4))
     torch.testing.assert_close(mean, (torch.stack(grads).mean(0).square().sum() * 0.1).expand(4))
 
 
@@ -146,8 +145,7 @@ def test_samples_are_drawn_by_themselves(ranks: Callable[[int], ltx.Pool], tmp_p
         assert {*chosen[1]} <= {1, 3, 5}
         joined[step, [*chosen[0], *chosen[1]]] = 1.0
     torch.testing.assert_close(joined.mean(0), torch.full((7,), 0.3), rtol=0.0, atol=0.06)  # 6 deviations
-    apart = torch.corrcoef(joined.T) - torch.eye(7)
-    assert apart.abs().max() < 0.14
+    assert (torch.corrcoef(joined.T) - torch.eye(7)).abs().max() < 0.14
 
 
 def test_a_rank_without_samples_of_its_own_has_a_batch(ranks: Callable[[int], ltx.Pool], tmp_path: Path) -> None:
@@ -244,8 +242,7 @@ def mean(params: Params, batches: Tensor) -> Params:
 def free(params: Params, batches: Tensor) -> Iterator[Params]:
     x, z = params, params  # the mean, and what plain SGD moves
     for n, batch in enumerate(batches):
-        y = {k: 0.1 * z[k] + 0.9 * x[k] for k in x}
-        z = Sgd(lr=0.5)(z, slopes(y, batch)[0])
+        z = Sgd(lr=0.5)(z, slopes({k: 0.1 * z[k] + 0.9 * x[k] for k in x}, batch)[0])
         x = {k: x[k] * n / (n + 1) + z[k] / (n + 1) for k in x}
     yield {k: 0.1 * z[k] + 0.9 * x[k] for k in x}
     yield x

@@ -103,8 +103,7 @@ def test_no_page_leads_to_an_address_that_is_not_ours() -> None:
     ours = project.get("urls", {}).get("Repository", "none yet")
     texts = [*ROOT.glob("*.md"), *ROOT.glob("*.cff"), *DOCS.glob("**/*.md"), *(ROOT / "notebooks").glob("*.ipynb")]
     for path in texts:
-        found = re.findall(r"https://github\.com/[\w-]+/ltx", path.read_text(encoding="utf-8"))
-        assert set(found) <= {ours}, path
+        assert set(re.findall(r"https://github\.com/[\w-]+/ltx", path.read_text(encoding="utf-8"))) <= {ours}, path
 
 
 @needs("docutils")

@@ -51,8 +51,7 @@ def test_everything_is_on_the_device(workers: Any) -> None:
         scale = ltx.DynamicLossScale(init=2.0)
         step = ltx.data_parallel(loss_of(model()), HALVES)
         step = ltx.mixed_precision(step, ltx.Precision(compute=torch.bfloat16, loss_scale=scale))
-        optimizer = ltx.optim.chain(ltx.optim.clip_by_global_norm(1.0), ADAMW)
-        train = ltx.train_step(step, optimizer)
+        train = ltx.train_step(step, ltx.optim.chain(ltx.optim.clip_by_global_norm(1.0), ADAMW))
         state, metrics = train(train.init(params_of(model())), *batch(0))
         told = {
             "the rank": ltx.axis_index(),

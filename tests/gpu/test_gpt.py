@@ -38,8 +38,7 @@ def tokens(step: int) -> Tensor:
 
 def loss_of(module: GPT) -> Any:
     def loss(params: Any, x: Tensor) -> Tensor:
-        logits = functional_call(module, params, (x[:, :-1],))
-        return cross_entropy(logits.flatten(0, 1).float(), x[:, 1:].flatten())
+        return cross_entropy(functional_call(module, params, (x[:, :-1],)).flatten(0, 1).float(), x[:, 1:].flatten())
 
     return loss
 

@@ -66,8 +66,7 @@ def trained(overlap: Any, objects: bool) -> dict[str, Tensor]:
         x, y = batch(number)
         state, _ = train(state, x[rank::2], y[rank::2])
         if objects:
-            told = ltx.all_gather_object({"x": x[:1] + rank})
-            assert [each["x"].device.type for each in told] == [DEVICE] * 2
+            assert [each["x"].device.type for each in ltx.all_gather_object({"x": x[:1] + rank})] == [DEVICE] * 2
             assert ltx.broadcast_object({"x": x[:1] + rank}, 1)["x"].tolist() == (x[:1] + 1).tolist()
     return on_cpu(train.finish(state).params)
 

@@ -57,8 +57,7 @@ def expected(samples: int = 16, weight: bool = False, without: int | None = None
 @pytest.mark.parametrize("overlap", ["backward", "update"])
 def test_a_step(overlap: Any, workers: Any) -> None:
     def run() -> Any:
-        step = ltx.data_parallel(loss_of(model()), HALVES)
-        return trained(step, batches(), overlap=overlap)[0], expected()
+        return trained(ltx.data_parallel(loss_of(model()), HALVES), batches(), overlap=overlap)[0], expected()
 
     check(workers, run)
 
@@ -75,8 +74,7 @@ def test_a_guarded_step(at: int, workers: Any) -> None:
     def run() -> Any:
         given = batches()
         given[at] = given[at][0] * float("nan"), given[at][1]
-        step = ltx.data_parallel(loss_of(model()), HALVES)
-        return *trained(step, given, guard="skip"), expected(without=at)
+        return *trained(ltx.data_parallel(loss_of(model()), HALVES), given, guard="skip"), expected(without=at)
 
     ((params, skipped, wanted),) = workers.run(run)
     assert skipped == [step == at for step in range(WARM_UP + STEPS)]
@@ -94,8 +92,7 @@ def test_a_weighted_step(kind: str, overlap: Any, workers: Any) -> None:
         def weighted(params: Any, x: Tensor, y: Tensor) -> ltx.Weighted:
             return ltx.Weighted(loss(params, x, y) * len(x), weights[kind])
 
-        step = ltx.data_parallel(weighted, HALVES)
-        return trained(step, batches(), overlap=overlap)[0], expected(weight=True)
+        return trained(ltx.data_parallel(weighted, HALVES), batches(), overlap=overlap)[0], expected(weight=True)
 
     check(workers, run)
 
@@ -112,8 +109,7 @@ def test_a_dynamic_loss_scale(guard: Any, workers: Any) -> None:
 
         def grads(loss: Any, params: dict[str, Tensor], step: int) -> list[Tensor]:
             x, y = batch(step)
-            short = {name: p.bfloat16() for name, p in params.items()}
-            total = loss(short, x.bfloat16(), y).float() * scales[step]
+            total = loss({name: p.bfloat16() for name, p in params.items()}, x.bfloat16(), y).float() * scales[step]
             return [g / scales[step] for g in as_fp16_gives(torch.autograd.grad(total, list(params.values())))]
 
         return *trained(step, batches(), guard=guard), plain(WARM_UP + STEPS, grads)

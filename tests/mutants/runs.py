@@ -173,8 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     _end(process)
                 raise
         # A kill means something only if the same tests pass without the mutant.
-        every = list(dict.fromkeys(test for m in chosen for test in m.nearest))
-        clean = failure(trees.get(), every, SUITE_LIMIT_S)
+        clean = failure(trees.get(), list(dict.fromkeys(test for m in chosen for test in m.nearest)), SUITE_LIMIT_S)
     outcomes = [found for found in results if isinstance(found, Outcome)]
     survivors = [found for found in outcomes if not found.as_expected]
     killed = sum(bool(found.killer) for found in outcomes)

@@ -30,8 +30,7 @@ def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
 
 
 def start() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    w = torch.randn(5, 3, generator=generator, dtype=torch.float64)
+    w = torch.randn(5, 3, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     return {"w": w, "s": torch.tensor(1.5, dtype=torch.float64)}
 
 

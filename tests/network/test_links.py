@@ -98,8 +98,7 @@ def check_lost(folder: Path, ranks: Sequence[int], within_s: float = 10.0) -> No
 def test_two_hosts_under_torchrun(tmp_path: Path) -> None:
     with links.link("1gbit", 2) as link:
         ends = ended([begun(command) for command in by_torchrun(tmp_path, link)], 80)
-    text = "\n".join(printed for _, printed in ends)
-    assert [status for status, _ in ends] == [1, 1], text
+    assert [status for status, _ in ends] == [1, 1], "\n".join(printed for _, printed in ends)
     check_reports(tmp_path, "torchrun", 4)
     check_lost(tmp_path, [0, 1])  # rank 2 is ended by its host's launcher, which may be quicker
     assert "PeerLostError: rank 0: " in ends[0][1]
@@ -109,8 +108,7 @@ def test_two_hosts_under_torchrun(tmp_path: Path) -> None:
 def test_two_hosts_that_are_told_by_arguments(tmp_path: Path) -> None:
     with links.link("1gbit", 2) as link:
         ends = ended([begun(command) for command in by_arguments(tmp_path, link)], 80)
-    text = "\n".join(printed for _, printed in ends)
-    assert [status for status, _ in ends] == [1, -signal.SIGKILL], text
+    assert [status for status, _ in ends] == [1, -signal.SIGKILL], "\n".join(printed for _, printed in ends)
     check_reports(tmp_path, "arguments", 2)
     check_lost(tmp_path, [0])
     assert "PeerLostError: rank 0: " in ends[0][1]

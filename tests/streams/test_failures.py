@@ -163,8 +163,7 @@ def test_what_completes_because_nccl_failed_is_garbage(ranks: Callable[[int], Po
         ltx.psum(torch.ones(2))
         pending = channel.issue("psum", torch.ones(2), "psum").read()
         with pytest.MonkeyPatch.context() as patch:
-            found = SimpleNamespace(name="COMM_ERROR")
-            patch.setattr(StreamGroup, "get_error", lambda _: found, raising=False)
+            patch.setattr(StreamGroup, "get_error", lambda _: SimpleNamespace(name="COMM_ERROR"), raising=False)
             patch.setattr(StreamWork, "is_completed", lambda _: True)
             return train_on.said(PeerLostError, channel.wait_for_host, pending, "psum")
 

@@ -121,8 +121,7 @@ STRATEGIES: dict[str, tuple[ltx.Strategy, dict[str, Any]]] = {
 def test_ranks_issue_alike_and_get_what_gloo_gives(name: str, ranks: Ranks) -> None:
     strategy, options = STRATEGIES[name]
     (expected, _, _), _ = ranks(2).run(trained, strategy, **options)
-    streamed = StreamedPool(ranks(2)).run(trained, strategy, **options)
-    (params, issued, _), (others, issued_there, _) = streamed
+    (params, issued, _), (others, issued_there, _) = StreamedPool(ranks(2)).run(trained, strategy, **options)
     assert issued == issued_there
     torch.testing.assert_close(params, others, rtol=0, atol=0)
     torch.testing.assert_close(params, expected)

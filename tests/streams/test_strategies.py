@@ -72,8 +72,7 @@ def test_parameters_that_are_given_away_keep_their_memory(strategy: ltx.Strategy
         train, state, rank = prepared(strategy, donate=donate, overlap=overlap)
         places = [x.data_ptr() for x in state.params.values()]
         state = go_on(train, state, [batch(rank, step) for step in range(3)]).state
-        kept = [x.data_ptr() for x in state.params.values()] == places
-        return kept, copies(state.params)
+        return [x.data_ptr() for x in state.params.values()] == places, copies(state.params)
 
     given, held = (StreamedPool(ranks(2)).run(run, donate) for donate in (True, False))
     for (kept, params), (moved, expected) in zip(given, held, strict=True):

@@ -70,8 +70,7 @@ def weighted_step(module: nn.Module, strategy: ltx.Strategy | None = None) -> lt
     """Sums over samples instead of means: a rank may have any number of them."""
 
     def step(params: Params, x: Tensor, y: Tensor) -> ltx.Weighted:
-        errors = (functional_call(nn.Sequential(*module), params, (x,)) - y).square().mean(-1)
-        return ltx.Weighted(errors.sum(), len(x))
+        return ltx.Weighted((functional_call(nn.Sequential(*module), params, (x,)) - y).square().mean(-1).sum(), len(x))
 
     return ltx.data_parallel(step, strategy)
 

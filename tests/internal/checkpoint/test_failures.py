@@ -367,8 +367,7 @@ def run():
 @pytest.mark.full
 @pytest.mark.timeout(200)  # starts processes
 def test_a_signal_to_one_process_stops_all_after_the_same_step(ranks: Ranks, tmp_path: Path) -> None:
-    program = f"{TRAINS}\nwith ltx.init():\n    run()"
-    processes = begun(["-c", program, str(tmp_path), "1000000000"], of_torchrun(2))
+    processes = begun(["-c", f"{TRAINS}\nwith ltx.init():\n    run()", str(tmp_path), "1000000000"], of_torchrun(2))
     try:
         for process in processes:
             assert process.stdout.readline() == "begun\n"

@@ -161,8 +161,7 @@ def test_output_that_goes_to_files_is_kept(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert ltx.__main__.main(["run", *arguments, "script.py"]) == 0
     assert [str(path) for path in tmp_path.iterdir()] == ([launched[0].log_dir] if kept else [])
-    said = f"ltx run: the ranks' output is kept in {launched[0].log_dir}\n"
-    assert capsys.readouterr().err == (said if kept else "")
+    assert capsys.readouterr().err == (f"ltx run: the ranks' output is kept in {launched[0].log_dir}\n" if kept else "")
 
 
 @pytest.mark.usefixtures("here")

@@ -86,8 +86,7 @@ def test_nested_simulated_axes_are_as_a_flat_one(outer: str, seed: int) -> None:
     inner = "data" if outer == "node" else "node"
     xs, at = _draw(), int(outer == "data")  # the place of the outer dimension in xs
     for f in (_of_each, _trained):
-        each = ltx.vmap(lambda x, f=f: f(x, BOTH), axis_name=inner)
-        nested = ltx.vmap(each, axis_name=outer, in_dims=at)(xs)
+        nested = ltx.vmap(ltx.vmap(lambda x, f=f: f(x, BOTH), axis_name=inner), axis_name=outer, in_dims=at)(xs)
         _assert_same(ltx.tree.map(lambda y: y.transpose(0, at).flatten(0, 1), nested), _on_flat(f, xs))
 
 
@@ -110,8 +109,7 @@ def test_transforms_between_nested_levels(seed: int) -> None:
     # The two ranks of a node share what is differentiated: their gradients, each the mean over all four, add up.
     mean = torch.func.grad(lambda w: 2 * (w * xs[:, 0]).sin().sum() / 4)
     for grad, expected in ((first, mean), (twice(first), torch.func.grad(lambda w: mean(w).sin().sum()))):
-        got = ltx.vmap(lambda xs, grad=grad: grad(w, xs), axis_name="node")(xs[:, 0])
-        _assert_same(got, expected(w).expand(2, 4))
+        _assert_same(ltx.vmap(lambda xs, grad=grad: grad(w, xs), axis_name="node")(xs[:, 0]), expected(w).expand(2, 4))
 
 
 @contextmanager
@@ -143,8 +141,7 @@ def test_processes_of_a_mesh_are_as_a_flat_world(ranks: Ranks, seed: int) -> Non
         )
 
     def run(xs: Tensor) -> tuple[Any, ...]:
-        rank = ltx.world().rank
-        x = xs.flatten(0, 1)[rank]
+        x = xs.flatten(0, 1)[ltx.world().rank]
         flat = _of_each(x, None), _trained(x, "data"), objects(None)
         with _mesh(node=2, data=2):
             joined = _of_each(x, BOTH), _trained(x, BOTH), objects(BOTH)
@@ -285,8 +282,7 @@ XS = torch.arange(6.0).reshape(2, 3)
 
 @pytest.mark.parametrize("name", [None, "data"])
 def test_of_nested_axes_of_one_name_the_innermost_is_meant(name: str | None) -> None:
-    found = ltx.vmap(ltx.vmap(lambda x: ltx.psum(x, name)))(torch.tensor([[1, 2], [3, 4]]))
-    assert found.tolist() == [[3, 3], [7, 7]]
+    assert ltx.vmap(ltx.vmap(lambda x: ltx.psum(x, name)))(torch.tensor([[1, 2], [3, 4]])).tolist() == [[3, 3], [7, 7]]
 
 
 @pytest.mark.slow_compile

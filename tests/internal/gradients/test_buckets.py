@@ -154,8 +154,7 @@ class Kernels(TorchDispatchMode):
         if not views and "empty" not in func.name():
             lists = [x for x in args if isinstance(x, list)]
             steps = [[[s for n, s in zip(x.shape, x.stride(), strict=True) if n > 1] for x in given] for given in lists]
-            alike = all(given == steps[0] for given in steps)
-            self.seen[func._schema.name] += 1 if alike else len(lists[0])
+            self.seen[func._schema.name] += 1 if all(given == steps[0] for given in steps) else len(lists[0])
         return func(*args, **(kwargs or {}))
 
 

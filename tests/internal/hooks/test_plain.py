@@ -223,8 +223,7 @@ def test_what_is_no_mean_has_no_derivative_and_no_sparse_form(seed: int) -> None
     """Either would communicate, where Noop is there to measure a step that doesn't."""
     strategy, w, x = ltx.DDPStrategy(comm_hook=hooks.Noop()), torch.randn(5), torch.randn(2)
     step = ltx.data_parallel(lambda w, x: (w**3).sum() * x, strategy)
-    gradients = ltx.vmap(torch.func.grad(step), in_dims=(None, 0))(w, x)
-    torch.testing.assert_close(gradients, 3 * w**2 * x[:, None])
+    torch.testing.assert_close(ltx.vmap(torch.func.grad(step), in_dims=(None, 0))(w, x), 3 * w**2 * x[:, None])
     text = r"a mean of gradients, which Noop\(\) doesn't offer: .*block_backward_sync"
     refuses(UnsupportedError, text, ltx.vmap(torch.func.hessian(step), in_dims=(None, 0)), w, x)
     text = r"needs a mean of gradients, which Noop\(\) doesn't"

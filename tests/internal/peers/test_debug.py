@@ -289,8 +289,7 @@ def test_calls_that_agree_are_let_through(on_new_axis: OnNewAxis, seed: int) -> 
             checked = everything(mine), axis_comm.user.digest
             again = ltx.debug_checks()(everything)(mine), axis_comm.user.digest  # nested, as a decorator
         assert not comm.peers.under_way
-        after = everything(mine), axis_comm.user.digest
-        return [first, checked, again, after]
+        return [first, checked, again, (everything(mine), axis_comm.user.digest)]
 
     by_rank = list(on_new_axis(run))
     for results in by_rank:
@@ -311,8 +310,7 @@ def test_new_under_the_checks_is_known_after_them(on_new_axis: OnNewAxis) -> Non
         with ltx.debug_checks():
             got += [ltx.sync_gradients(grads, strategy)[0] for _ in range(2)]
         got.append(ltx.sync_gradients(grads, strategy)[0])
-        axis_comm = axes_in_scope()[-1].comm
-        return axis_comm.bucket_channel(0).compared, [g[n][0].item() for g in got for n in "xyz"]
+        return axes_in_scope()[-1].comm.bucket_channel(0).compared, [g[n][0].item() for g in got for n in "xyz"]
 
     assert on_new_axis(run).replicated() == (0, [0.0, 1.5, 3.0] * 3)
 
@@ -332,8 +330,7 @@ def test_three_ranks_of_which_one_differs(ranks: Ranks) -> None:
         call = (ltx.barrier, "odd") if int(ltx.axis_index()) == 1 else (ltx.psum, torch.ones(2))
         return said(RankMismatchError, checked, *call)
 
-    text = ranks(3).run(run).replicated()
-    assert "on the operation: ranks 0, 2: psum; rank 1: barrier 'odd'. Fix" in text
+    assert "on the operation: ranks 0, 2: psum; rank 1: barrier 'odd'. Fix" in ranks(3).run(run).replicated()
 
 
 def test_one_comparison_a_call_and_a_store_that_stays_small(on_new_axis: OnNewAxis) -> None:
@@ -355,7 +352,6 @@ def test_compiled_calls_are_not_compared(on_new_axis: OnNewAxis) -> None:
     def run() -> tuple[list[float], int]:
         compiled = torch.compile(torch.func.grad(ltx.data_parallel(step)), fullgraph=True, backend="aot_eager")
         with ltx.debug_checks():
-            got = compiled(torch.ones(2) * (1 + ltx.axis_index()))
-            return got.tolist(), axes_in_scope()[-1].comm.peers.next_check
+            return compiled(torch.ones(2) * (1 + ltx.axis_index())).tolist(), axes_in_scope()[-1].comm.peers.next_check
 
     assert on_new_axis(run).replicated() == ([3.0, 3.0], 2**32 + 1)

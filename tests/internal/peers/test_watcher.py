@@ -262,8 +262,7 @@ def test_a_world_opens_three_connections_a_rank_before_it_expects_answers(slow_s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PrefixStore, "clone", clones)
         door = Door(port, slow_s)
-        through = {"MASTER_PORT": str(door.port)}
-        world = Ranks(SIZE, lambda tell: _sum(), heartbeat_s=heartbeat_s, environment=through)
+        world = Ranks(SIZE, lambda tell: _sum(), heartbeat_s=heartbeat_s, environment={"MASTER_PORT": str(door.port)})
     try:
         assert ([world.told(rank) for rank in range(SIZE)], door.count) == ([SIZE] * SIZE, 3 * SIZE)
     finally:

@@ -124,8 +124,7 @@ def test_overlapping_times_count_once() -> None:
     trace = Trace([Event("user", "psum", "x", 10, start, stop, waited_s=0.5) for start, stop in spans])
     trace.events.append(Event("user", "psum", "still under way", 10, 7.0))
     assert (trace.comm_s, trace.waited_s, trace.bytes, trace.hidden) == (4.0, 2.0, 50, 0.5)
-    late = Trace([Event("user", "psum", "x", 10, 0.0, 1.0, waited_s=9.0)])
-    assert late.hidden == 0.0, "never below zero"
+    assert Trace([Event("user", "psum", "x", 10, 0.0, 1.0, waited_s=9.0)]).hidden == 0.0, "never below zero"
 
 
 def test_a_world_of_one_and_simulated_ranks_send_nothing() -> None:
@@ -144,8 +143,7 @@ def made_by_hand(rank: int = 0) -> Trace:
         Event("user", "psum", "psum", 4, 2.5),
     ]
     times = {"step": (1.0, 2.75), "forward": (1.0, 1.25), "backward": (1.25, 2.0), "update": (2.25, 2.75)}
-    spans = [Span(name, *between) for name, between in times.items()]
-    return Trace(events, spans, rank=rank, epoch_s=100.0 + rank)
+    return Trace(events, [Span(name, *between) for name, between in times.items()], rank=rank, epoch_s=100.0 + rank)
 
 
 def test_a_file_for_perfetto(tmp_path: Path) -> None:
@@ -209,8 +207,7 @@ def test_a_picture(pyplot: Any) -> None:
     told = [text.get_text() for text in ax.get_legend().get_texts()]
     assert told == ["step", "forward", "backward", "update", "bucket"]
     boxes = [bars.get_paths()[0].get_extents() for bars in ax.collections]
-    drawn = [(round(box.x0), round(box.x1), round((box.y0 + box.y1) / 2)) for box in boxes]
-    assert drawn == [
+    assert [(round(box.x0), round(box.x1), round((box.y0 + box.y1) / 2)) for box in boxes] == [
         *[(0, 1750, 0), (0, 250, 0), (250, 1000, 0), (1250, 1750, 0)],
         *[(250, 750, 1), (500, 1250, 1), (750, 1000, 1)],
     ]

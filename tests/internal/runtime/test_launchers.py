@@ -421,8 +421,7 @@ def test_whatever_is_set_gives_a_world_or_an_error_with_a_name(
 
 def test_marks_name_what_is_looked_for() -> None:
     for environ in (environ for environ, expected in PLACEMENTS.values() if expected.launcher != "none"):
-        launcher = next(row for row in LAUNCHERS if row.started_this(environ))
-        assert any(mark in environ for mark in launcher.marks)
+        assert any(mark in environ for mark in next(row for row in LAUNCHERS if row.started_this(environ)).marks)
 
 
 def test_the_page_on_launching_names_them_all() -> None:

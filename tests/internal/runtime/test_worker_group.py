@@ -106,8 +106,7 @@ def test_an_interrupt_while_the_ranks_are_asked(ranks: Ranks, monkeypatch: pytes
 
 @pytest.mark.full
 def test_a_forgotten_crew_ends() -> None:
-    pids = _workers(1, start_timeout_s=100.0).pids
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in _workers(1, start_timeout_s=100.0).pids)
 
 
 @pytest.mark.full

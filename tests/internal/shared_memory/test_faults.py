@@ -52,8 +52,7 @@ def begin(
             expected = {"psum": xs.sum(0), "psum_scatter": xs.sum(0)[transport.rank], "broadcast": xs[1]}[operation]
             x = xs[transport.rank].clone()
             if transport.rank == 1:  # peers read its sums' inputs in place
-                storage = transport.room(x.nbytes)
-                x = torch.empty(0).set_(storage).view(x.shape).copy_(x)
+                x = torch.empty(0).set_(transport.room(x.nbytes)).view(x.shape).copy_(x)
             work, value = transport.begin(operation, x, arguments, place, asks)
             of_rank.append((work, value, expected))
         begun.append(of_rank)

@@ -46,8 +46,7 @@ def sums(seed: int, sizes: list[int], dtype: torch.dtype, in_room: list[int]) ->
 
 def roomy(transport: SharedMemoryTransport, x: torch.Tensor) -> torch.Tensor:
     """`x` in the room of `transport`, where peers read it in place."""
-    storage = transport.room(x.nbytes)
-    return torch.empty(0, dtype=x.dtype).set_(storage).view(x.shape).copy_(x)
+    return torch.empty(0, dtype=x.dtype).set_(transport.room(x.nbytes)).view(x.shape).copy_(x)
 
 
 @pytest.mark.full(but=1)
@@ -127,8 +126,7 @@ def test_a_note_beside_a_buffer(ranks: Ranks, seed: int, n: int) -> None:
             note = torch.randn(NOTE_WORDS, generator=draw, dtype=torch.float64).tolist()
             works.append(channel.issue("psum", torch.ones(size), "test", note=note))
             works.append(channel.issue("psum", torch.ones(size), "test"))
-        values = [work.wait() for work in works]
-        assert all(value.eq(n).all() for value in values)
+        assert all(value.eq(n).all() for value in [work.wait() for work in works])
         return [list(work.note) for work in works]
 
     draws = [torch.Generator().manual_seed(seed + rank) for rank in range(n)]
@@ -195,8 +193,7 @@ def test_several_threads_may_wait_at_once(on_new_axis: OnNewAxis, seed: int) -> 
                 for _ in range(100):
                     given = [torch.randint(100, (3, 1000), generator=draw) for draw in draws]
                     works = [channel.issue("psum", row.clone(), "test") for row in given[rank]]
-                    reduced = torch.stack([work.wait() for work in works])
-                    wrong += not torch.equal(reduced, torch.stack(given).sum(0))
+                    wrong += not torch.equal(torch.stack([work.wait() for work in works]), torch.stack(given).sum(0))
             finally:
                 ended.set()
         return wrong

@@ -109,8 +109,7 @@ def test_scaled_learning_rates() -> None:
     assert with_scaled_lr(ltx.optim.chain(clip, SGD), 2) == ltx.optim.chain(
         clip, ltx.optim.from_torch(torch.optim.SGD, lr=0.2)
     )
-    scheduled = with_scaled_lr(ltx.optim.from_torch(torch.optim.SGD, lr=lambda count: 1.0 + count), 3)
-    assert scheduled.lr(1) == 6.0
+    assert with_scaled_lr(ltx.optim.from_torch(torch.optim.SGD, lr=lambda count: 1.0 + count), 3).lr(1) == 6.0
     own = ltx.optim.from_functions(lambda params: (), lambda grads, state, params: (grads, state))
     refuses(StrategyError, "multiplies the learning rate of", trainer, own, scale_lr=True)
 

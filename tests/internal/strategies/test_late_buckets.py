@@ -172,8 +172,7 @@ def test_zero_goes_on_from_a_gathered_state(donate: bool, ranks: Ranks, seed: in
     def run(overlap: Overlap) -> list[Tensor]:
         torch.manual_seed(seed)
         params, inputs = problem(2)
-        step = ltx.data_parallel(loss, LATE["zero"][1])
-        train = ltx.train_step(step, adam(), overlap=overlap, donate=donate)
+        train = ltx.train_step(ltx.data_parallel(loss, LATE["zero"][1]), adam(), overlap=overlap, donate=donate)
         state = train.init(params)
         for x in inputs:
             gathered = train.gather(state)

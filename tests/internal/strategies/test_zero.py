@@ -226,8 +226,7 @@ def real_loss(p: Params, x: Tensor) -> Tensor:
 
 
 def coded(hook: Any, **fields: Any) -> Any:
-    strategy = ltx.ZeroStrategy(comm_hook=hook, **fields)
-    return ltx.train_step(ltx.data_parallel(real_loss, strategy), ADAMW, donate=False)
+    return ltx.train_step(ltx.data_parallel(real_loss, ltx.ZeroStrategy(comm_hook=hook, **fields)), ADAMW, donate=False)
 
 
 def moved(hook: Any, xs: Tensor) -> tuple[Params, Params]:
@@ -255,8 +254,7 @@ def test_nothing_is_lost(name: str, n: int, ranks: Ranks, seed: int) -> None:
     found = ranks(n).run(lambda: moved(LOSSY[name], xs[int(ltx.axis_index())])).replicated()
     simulated = ltx.vmap(lambda x: moved(LOSSY[name], x))(xs)
     for params, whole in (found, tuple({key: x[0] for key, x in each.items()} for each in simulated)):
-        got = torch.cat([whole["a"].flatten(), whole["b"]])
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(torch.cat([whole["a"].flatten(), whole["b"]]), expected, rtol=1e-5, atol=1e-5)
         if name != "bf16, fed back":
             assert not torch.allclose(torch.cat([params["a"].flatten(), params["b"]]), expected, rtol=1e-2)
 
@@ -336,8 +334,7 @@ def test_what_coded_parameters_cant_do_is_refused() -> None:
 
 def test_bytes_of_a_step(ranks: Ranks) -> None:
     def on_a_rank(hook: Any) -> int:
-        step = ltx.data_parallel(lambda w, x: (w * x).sum(), ltx.ZeroStrategy(comm_hook=hook))
-        train = ltx.train_step(step, SGD)
+        train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum(), ltx.ZeroStrategy(comm_hook=hook)), SGD)
         state = train.init(torch.zeros(4096))
         with ltx.profile.record() as trace:
             train(state, torch.ones(4096) * (1 + int(ltx.axis_index())))

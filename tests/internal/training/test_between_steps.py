@@ -170,8 +170,7 @@ def outcome(row: Row, slow: bool) -> tuple[Any, bool]:
     """(the bits of the state after five steps, or what was raised; whether the fourth step found answers)."""
     made = {"optimizer": ADAMW, **row.made}
     with_aux = (lambda params, x: (loss(params, x), {"rows": x.clone()})) if made.get("has_aux") else loss
-    step = ltx.data_parallel(with_aux, row.strategy)
-    train = ltx.train_step(step, **made)
+    train = ltx.train_step(ltx.data_parallel(with_aux, row.strategy), **made)
     draw = torch.Generator().manual_seed(3)
     start = {"w": torch.randn(5, 7, generator=draw), "v": torch.randn(7, generator=draw), "b": torch.zeros(())}
     draw.manual_seed(int(ltx.axis_index()))

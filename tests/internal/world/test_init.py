@@ -416,8 +416,7 @@ def met(monkeypatch: pytest.MonkeyPatch) -> dist.HashStore:
 def refuse(rank: int, met: dist.HashStore, monkeypatch: pytest.MonkeyPatch, backend: str = NCCL) -> None:
     device = SimpleNamespace(get_device_properties=lambda _: SimpleNamespace(uuid="abb"[rank]))
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
-    exchange = StoreExchange(cast(Any, met), rank, 3, 5.0, list)
-    meeting._refuse_shared_devices(exchange, of_cuda(rank, backend=backend))
+    meeting._refuse_shared_devices(StoreExchange(cast(Any, met), rank, 3, 5.0, list), of_cuda(rank, backend=backend))
 
 
 @pytest.mark.parametrize("rank", range(3))
