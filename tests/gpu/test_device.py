@@ -13,19 +13,8 @@ from torch import Tensor
 import ltx
 from ltx.core.training.guard import any_not_finite
 from ltx.errors import StepError
-from tests.gpu.device import (
-    ADAMW,
-    DEVICE,
-    HALVES,
-    batch,
-    check,
-    loss_of,
-    model,
-    needs_cuda,
-    on_cpu,
-    params_of,
-    synchronize,
-)
+from tests.gpu.device import ADAMW, DEVICE, HALVES, batch, check, model, needs_cuda, on_cpu, params_of, synchronize
+from tests.streams.test_steps import loss_of
 from tests.train_on import go_on, said
 
 

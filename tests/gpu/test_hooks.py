@@ -14,19 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 import ltx
 from ltx import hooks
 from tests.contract.hooks.table import HOOKS
-from tests.gpu.device import (
-    ADAMW,
-    DEVICE,
-    batch,
-    check,
-    halves_of,
-    loss_of,
-    model,
-    on_cpu,
-    params_of,
-    plain,
-    without_waiting,
-)
+from tests.gpu.device import ADAMW, DEVICE, batch, check, halves_of, model, on_cpu, params_of, plain, without_waiting
+from tests.streams.test_steps import loss_of
 from tests.train_on import loop_of_torch, trained
 
 SHAPES = {"weight": (24, 20), "bias": (7,), "scale": (), "kernel": (6, 3, 5), "none": (0, 4)}

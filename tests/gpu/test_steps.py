@@ -10,21 +10,9 @@ from torch import Tensor
 
 import ltx
 from tests import train_on
-from tests.gpu.device import (
-    ADAMW,
-    DEVICE,
-    HALVES,
-    as_fp16_gives,
-    batch,
-    check,
-    halves_of,
-    loss_of,
-    model,
-    on_cpu,
-    params_of,
-    plain,
-    without_waiting,
-)
+from tests.gpu import device
+from tests.gpu.device import ADAMW, DEVICE, HALVES, batch, check, halves_of, model, on_cpu, params_of, plain
+from tests.streams.test_steps import loss_of
 from tests.train_on import go_on
 
 WARM_UP, STEPS = 3, 4
@@ -34,7 +22,7 @@ def trained(step: Any, batches: list[tuple[Tensor, ...]], **options: Any) -> tup
     """Parameters, and which steps were skipped; from the fourth step on the host doesn't wait."""
     train = ltx.train_step(step, ADAMW, **options)
     state, first = go_on(train, train.init(params_of(model())), batches[:WARM_UP])
-    with without_waiting():
+    with device.without_waiting():
         state, then = go_on(train, state, batches[WARM_UP:])
     return on_cpu(train.finish(state).params), [bool(metrics.skipped) for metrics in [*first, *then]]
 
@@ -48,7 +36,7 @@ def expected(samples: int = 16, weight: bool = False, without: int | None = None
         if step == without:
             return None
         total = loss(params, *batch(step, samples)) * (samples if weight else 1)
-        found = as_fp16_gives(torch.autograd.grad(total, list(params.values())))
+        found = device.as_fp16_gives(torch.autograd.grad(total, list(params.values())))
         return [g / samples for g in found] if weight else found
 
     return plain(WARM_UP + STEPS, grads)
@@ -110,7 +98,7 @@ def test_a_dynamic_loss_scale(guard: Any, workers: Any) -> None:
         def grads(loss: Any, params: dict[str, Tensor], step: int) -> list[Tensor]:
             x, y = batch(step)
             total = loss({name: p.bfloat16() for name, p in params.items()}, x.bfloat16(), y).float() * scales[step]
-            return [g / scales[step] for g in as_fp16_gives(torch.autograd.grad(total, list(params.values())))]
+            return [g / scales[step] for g in device.as_fp16_gives(torch.autograd.grad(total, list(params.values())))]
 
         return *trained(step, batches(), guard=guard), plain(WARM_UP + STEPS, grads)
 
@@ -124,7 +112,7 @@ def test_accumulation(workers: Any) -> None:
         def grads(loss: Any, params: dict[str, Tensor], step: int) -> list[Tensor]:
             x, y = batch(step)
             halves = [loss(params, a, b) for a, b in zip(x.chunk(2), y.chunk(2), strict=True)]
-            return as_fp16_gives(torch.autograd.grad(sum(halves) / 2, list(params.values())))
+            return device.as_fp16_gives(torch.autograd.grad(sum(halves) / 2, list(params.values())))
 
         step = ltx.accumulate(ltx.data_parallel(loss_of(model()), HALVES), steps=2)
         return trained(step, batches())[0], plain(WARM_UP + STEPS, grads)
@@ -138,7 +126,7 @@ def test_gradients_alone(workers: Any) -> None:
         grad, (x, y) = ltx.grad(ltx.data_parallel(loss, HALVES)), batch(0)
         for _ in range(2):
             grad(params, x, y)
-        with without_waiting():
+        with device.without_waiting():
             found = grad(params, x, y)
         leaves = {name: p.requires_grad_() for name, p in params.items()}
         return on_cpu(found), on_cpu(dict(zip(leaves, halves_of(loss, leaves, 0), strict=True)))

@@ -16,18 +16,7 @@ from ltx.core.optim.base import apply_leaves, unless
 from ltx.core.training.guard import not_finite
 from ltx.errors import OptimError
 from ltx.extend import Update
-from ltx.optim import (
-    Optimizer,
-    TorchState,
-    chain,
-    clip_by_global_norm,
-    clip_by_value,
-    from_torch,
-    identity,
-    masked,
-    measure_global_norm,
-    partition,
-)
+from ltx.optim import Optimizer, TorchState, chain, clip_by_global_norm, clip_by_value, from_torch, masked, partition
 from tests.contract.optim.cases import clone, same_bits
 from tests.contract.optim.test_base import trace_init, trace_update
 from tests.contract.optim.test_opaque import Anchored
@@ -70,12 +59,12 @@ MADE: dict[str, Optimizer] = {
     "adamw": adamw,
     "functions": functions,
     "clipped": chain(clip_by_global_norm(1.0), adamw),
-    "measured, by functions": chain(measure_global_norm(), functions),
+    "measured, by functions": chain(ltx.optim.measure_global_norm(), functions),
     "by value": chain(clip_by_value(0.5), adamw),
     "with a state": chain(Heavy(), sgd),
     "groups": grouped,
     "groups, one of functions": partition({"biases": functions, "others": adamw}, LABELS),
-    "masked": chain(masked(clip_by_value(0.5), "*bias"), partition({"0": identity()}, {"*": "0"}), adamw),
+    "masked": chain(masked(clip_by_value(0.5), "*bias"), partition({"0": ltx.optim.identity()}, {"*": "0"}), adamw),
     "masked, with a state": chain(masked(Heavy(), "*bias"), adamw),
     "a chain of groups": chain(clip_by_global_norm(1.0), grouped),
     "chains in groups": partition({"biases": sgd, "others": chain(Heavy(), clip_by_global_norm(1.0), adamw)}, LABELS),
@@ -92,7 +81,7 @@ UNTOLD: dict[str, Optimizer] = {
     "opaque": from_torch(Anchored, lr=0.1),
     "chain": chain(clip_by_global_norm(1.0), from_torch(Anchored, lr=0.1)),
     "groups": partition({"biases": from_torch(Anchored, lr=0.1), "others": adamw}, LABELS),
-    "nested": chain(measure_global_norm(), partition({"0": from_torch(Adam, fused=False)}, {"*": "0"})),
+    "nested": chain(ltx.optim.measure_global_norm(), partition({"0": from_torch(Adam, fused=False)}, {"*": "0"})),
 }
 
 

@@ -25,15 +25,7 @@ import torch.distributed as dist
 import ltx
 from ltx import Pool, init, shutdown, world
 from ltx.core import comm
-from ltx.errors import (
-    ArgumentError,
-    CallFailedError,
-    CallInterruptedError,
-    CallTimeoutError,
-    InputError,
-    WorkerError,
-    WorldError,
-)
+from ltx.errors import CallFailedError, CallInterruptedError, CallTimeoutError, InputError, WorkerError
 from ltx.runtime import worker_group
 from ltx.runtime.failures import failure_error, failure_of, text_of
 from ltx.runtime.messages import Failure, Result, pack
@@ -248,7 +240,7 @@ def test_a_rank_that_only_takes_a_while_is_no_reason_to_warn(capfd: pytest.Captu
 
 
 def test_what_is_no_function(ranks: Ranks) -> None:
-    with pytest.raises(ArgumentError, match=r"ltx\.Pool: what workers run must be a function, got 'print'"):
+    with pytest.raises(ltx.errors.ArgumentError, match=r"ltx\.Pool: what workers run must be a function, got 'print'"):
         ranks(2).run("print")  # type: ignore[arg-type]
 
 
@@ -448,7 +440,7 @@ def on_somebody_elses_group() -> str:
     dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
     with ltx.init():
         comm.resolve("data").comm.passes.end_world(ValueError("as in a step"))
-        return said(WorldError, ltx.init)
+        return said(ltx.errors.WorldError, ltx.init)
 
 
 def test_a_world_over_somebody_elses_group_isnt_begun_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
