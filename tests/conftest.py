@@ -46,9 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also tests marked full, and all rows of tables")
     parser.addoption("--streams", action="store_true", help="ranks(n) communicate by a backend that orders streams")
     parser.addoption("--part", default="1/1", help="with --full: k/n runs the k-th of n parts of what it adds")
-    parser.addoption(
-        "--shard", default="1/1", help="k/n runs the k-th of n parts of everything; n runs together do all"
-    )
+    parser.addoption("--shard", default="1/1", help="k/n runs the k-th of n parts of everything; n runs do it all")
     parser.addoption("--claims", type=Path, help="runs the modules that no other process has claimed in this folder")
 
 

@@ -15,12 +15,11 @@ from tests.shards import claimed
 
 
 def test_each_module_is_run_by_one_process_alone(tmp_path: Path) -> None:
-    items: list[Any] = [
-        SimpleNamespace(nodeid=f"tests/{m}.py::test_{k}") for m in "abcda" for k in range(1 + ord(m) % 3)
-    ]
+    names = [f"tests/{m}.py::test_{k}" for m in "abcda" for k in range(1 + ord(m) % 3)]
+    items: list[Any] = [SimpleNamespace(nodeid=name) for name in names]
     shares = list(zip_longest(claimed(items, tmp_path), claimed(items, tmp_path)))  # in turns
     first, second = ([item.nodeid for item in share if item] for share in zip(*shares, strict=True))
-    assert sorted([*first, *second]) == sorted(item.nodeid for item in items)
+    assert sorted([*first, *second]) == sorted(names)
     assert not {name.partition("::")[0] for name in first} & {name.partition("::")[0] for name in second}
     assert first
     assert second

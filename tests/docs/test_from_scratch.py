@@ -34,9 +34,7 @@ def page() -> dict[str, Any]:
 
 
 def of_page(names: dict[str, Any], **buckets: Any) -> SimpleNamespace:
-    step = (
-        names["data_parallel"](loss_fn, names["in_buckets"](**buckets)) if buckets else names["data_parallel"](loss_fn)
-    )
+    step = names["data_parallel"](loss_fn, *([names["in_buckets"](**buckets)] if buckets else []))
     optimizer = names["sgd"](LR, MOMENTUM)
 
     def trained(params: Any, x: Any, y: Any) -> Any:
@@ -64,9 +62,8 @@ def of_ltx() -> SimpleNamespace:
             state, metrics = train(state, x, y)
         return dict(state.params), metrics.loss
 
-    return SimpleNamespace(
-        step=step, trained=trained, psum=ltx.psum, all_gather=ltx.all_gather, psum_scatter=ltx.psum_scatter
-    )
+    collectives = {"psum": ltx.psum, "all_gather": ltx.all_gather, "psum_scatter": ltx.psum_scatter}
+    return SimpleNamespace(step=step, trained=trained, **collectives)
 
 
 def computed(by: SimpleNamespace, start: Any, x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:

@@ -83,9 +83,7 @@ LOADERS = DOCS / "how-to" / "checkpoint.md"
 
 def test_workers_of_ranks_draw_their_own(ranks: Ranks, tmp_path: Path) -> None:
     def run() -> Any:
-        blocks = [
-            block for block in blocks_of(LOADERS) if "DataLoader" in block.code or block.code.startswith("import")
-        ]
+        blocks = [each for each in blocks_of(LOADERS) if "DataLoader" in each.code or each.code.startswith("import")]
         found = run_in_order(str(LOADERS), blocks, str(tmp_path))
         return found["seen"] % 1, found["gathered"] % 1
 

@@ -111,6 +111,5 @@ def test_ranks_of_nccl_on_one_gpu(told: bool, workers: Any, tmp_path: Path) -> N
         as_alone(found, workers)
         return
     refused = "are both on one device, and cpu:gloo,cuda:nccl takes one rank a device."
-    assert [text.partition(" Start")[0] for text in found] == [
-        f"WorldError: rank {rank}: ranks 0 and 1 {refused}" for rank in range(2)
-    ]
+    for rank, text in zip(range(2), found, strict=True):
+        assert text.partition(" Start")[0] == f"WorldError: rank {rank}: ranks 0 and 1 {refused}"

@@ -85,11 +85,7 @@ MUTANTS = (
     ),
     Mutant(
         "collectives: adasum with half of the correction -> equal gradients add up to more than their mean",
-        At(
-            "Halving.weights",
-            "dot / (2 * torch.where(zero, 1.0, square))",
-            "dot / (4 * torch.where(zero, 1.0, square))",
-        ),
+        At("Halving.weights", "dot / (2 * torch.where(zero, 1.0, square)", "dot / (4 * torch.where(zero, 1.0, square)"),
         "tests/contract/collectives/test_adasum.py",
     ),
     Mutant(

@@ -16,11 +16,7 @@ MUTANTS = (
     ),
     Mutant(
         "strategies: the anchor stays -> every outer step begins at the first parameters",
-        At(
-            "DiLoCoStrategy._moved",
-            "**self._outer_step(path, grad, states[path], outer_step)}",
-            "**self._outer_step(path, grad, states[path], outer_step), ANCHOR: states[path][ANCHOR]}",
-        ),
+        At("DiLoCoStrategy._moved", "[path], outer_step)}", "[path], outer_step), ANCHOR: states[path][ANCHOR]}"),
         "tests/contract/strategies/test_diloco.py",
     ),
     Mutant(

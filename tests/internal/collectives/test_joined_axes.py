@@ -344,9 +344,8 @@ def test_a_forward_pass_that_autograd_does_again_in_its_thread(at_once: Callable
         seen.append([axis for axis in axes_in_scope() if axis.size == 3])
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(
-            axis_module._opened_axes, threading.get_ident(), [(Axis("data", 3, VmapRanks(Levels((0,)))), None)]
-        )
+        opened = [(Axis("data", 3, VmapRanks(Levels((0,)))), None)]
+        patched.setitem(axis_module._opened_axes, threading.get_ident(), opened)
         at_once(look)
         patched.setattr(private, "graph_task", lambda: 7)
         at_once(look)

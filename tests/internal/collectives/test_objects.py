@@ -21,13 +21,7 @@ from tests.contract.conformance.table import OPS
 from tests.kinds import Ranks
 from tests.train_on import raised_by, refuses, said
 
-OBJECTS = {
-    "dict": {"lr": 0.1, "steps": [1, 2]},
-    "none": None,
-    "empty": "",
-    "tensor": torch.arange(3),
-    "function": lambda: 7,
-}
+OBJECTS = {"dict": {"lr": 0.1, "steps": [1, 2]}, "none": None, "empty": "", "tensor": torch.arange(3), "def": lambda: 7}
 
 
 @pytest.mark.parametrize("name", OBJECTS)

@@ -37,9 +37,8 @@ class Wire:
 def _send(digests: list[int], losses: list[float]) -> list[IssuedSummary]:
     wire: Any = Wire(len(digests))
     numbers = [numbers_of([loss, 1.0], Said(digest).digest) for digest, loss in zip(digests, losses, strict=True)]
-    return [
-        IssuedSummary(wire.issue("psum", torch.tensor(each, dtype=torch.float64), "summary"), wire) for each in numbers
-    ]
+    tensors = [torch.tensor(each, dtype=torch.float64) for each in numbers]
+    return [IssuedSummary(wire.issue("psum", tensor, "summary"), wire) for tensor in tensors]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 100])

@@ -124,15 +124,8 @@ def test_greatest_are_those_of_topk(change: str, ratio: float, seed: int) -> Non
     assert torch.equal(left.scatter(1, places, rows.gather(1, places)).nan_to_num(), rows.nan_to_num())
 
 
-SHAPES = {
-    "tall": (40, 6),
-    "wide": (5, 64),
-    "bias": (9,),
-    "square": (12, 12),
-    "like it": (12, 12),
-    "row": (1, 8),
-    "kernel": (6, 3, 5),
-}
+SHAPES = {"tall": (40, 6), "wide": (5, 64), "bias": (9,), "square": (12, 12), "like it": (12, 12)}
+SHAPES |= {"row": (1, 8), "kernel": (6, 3, 5)}
 
 
 @pytest.mark.full(but=5)

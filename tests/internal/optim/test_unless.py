@@ -68,9 +68,7 @@ MADE: dict[str, Optimizer] = {
     "masked, with a state": chain(masked(Heavy(), "*bias"), adamw),
     "a chain of groups": chain(clip_by_global_norm(1.0), grouped),
     "chains in groups": partition({"biases": sgd, "others": chain(Heavy(), clip_by_global_norm(1.0), adamw)}, LABELS),
-    "chains in groups, leaf by leaf": partition(
-        {"biases": sgd, "others": chain(Heavy(), clip_by_value(0.5), adamw)}, LABELS
-    ),
+    "leafwise chains, grouped": partition({"biases": sgd, "others": chain(Heavy(), clip_by_value(0.5), adamw)}, LABELS),
 }
 LEAFWISE = [name for name, made in MADE.items() if made.leafwise]
 #: What isn't told: the update is done beside the state. Of some a part is told, which is done in the state.

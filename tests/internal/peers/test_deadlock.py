@@ -35,8 +35,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "all_gather_object": lambda: ltx.all_gather_object("x"),
     "barrier": lambda: ltx.barrier(),
 }
-
-
+TENSORS = [("pmean", 2, False), ("psum", 3, True), ("all_gather", 2, True)]
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
 
 
@@ -60,16 +59,7 @@ def assert_names(text: str, ranks: str, call: str, source: str) -> None:
 
 
 @pytest.mark.full(but=1)
-@pytest.mark.parametrize(
-    ("name", "size", "sockets"),
-    [
-        ("pmean", 2, False),
-        ("psum", 3, True),
-        ("all_gather", 2, True),
-        ("all_gather_object", 3, False),
-        ("barrier", 2, True),
-    ],
-)
+@pytest.mark.parametrize(("name", "size", "sockets"), [*TENSORS, ("all_gather_object", 3, False), ("barrier", 2, True)])
 def test_a_collective_that_one_rank_alone_calls(name: str, size: int, sockets: bool, started: Started) -> None:
     def body(tell: Tell) -> str:
         step, call = stepper(), CALLS[name]
@@ -195,6 +185,7 @@ def in_b(**counts: tuple[int, list[int]]) -> Told:
 
 IN_A = told(waiting(1, "a", 5), a=(5, [1]), b=(3, [1]))
 IN_B = in_b(a=(4, [1]), b=(4, [1]))
+IN_C = ThreadWait(1, 0, "c", 1, [0, 2], "c")
 BOTH = {(0, 1), (1, 1)}
 
 
@@ -220,19 +211,11 @@ STUCK: dict[str, tuple[dict[int, Told], set[tuple[int, int]]]] = {
     "a ring of three": (RING, BOTH | {(2, 1)}),
     "of a ring the third computes, and then comes": ({**RING, 2: Told()}, set()),
     "a third that computes does not help the other two": (
-        {
-            0: told(waiting(1, "a", 5, 3), a=(5, [1]), b=(3, [1])),
-            1: told(waiting(1, "b", 4, 3), a=(4, [1]), b=(4, [1])),
-            2: Told(),
-        },
+        {0: told(waiting(1, "a", 5, 3), **IN_A.counts), 1: told(waiting(1, "b", 4, 3), **IN_B.counts), 2: Told()},
         BOTH,
     ),
     "who waits for those in a deadlock is in it": (
-        {
-            0: Told(IN_A.waits, {**IN_A.counts, "c": (0, [1])}),
-            1: IN_B,
-            2: Told([ThreadWait(1, 0, "c", 1, [0, 2], "c")], {"c": (1, [1])}),
-        },
+        {0: told(*IN_A.waits, **IN_A.counts, c=(0, [1])), 1: IN_B, 2: told(IN_C, c=(1, [1]))},
         BOTH | {(2, 1)},
     ),
     "an axis that a peer has closed, or not opened yet": ({0: IN_A, 1: in_b(b=(4, [1]))}, set()),

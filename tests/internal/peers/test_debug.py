@@ -46,10 +46,7 @@ FAULTS: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
         lambda r: ltx.all_gather(torch.ones(2, 2), dim=r),
         ("on all_gather, its arguments", "rank 0: arguments [(0, 0)]; rank 1: arguments [(1, 0)]"),
     ),
-    "barriers": (
-        lambda r: ltx.barrier(["load", "save"][r]),
-        ("on the operation: rank 0: barrier 'load'; rank 1: barrier 'save'",),
-    ),
+    "barriers": (lambda r: ltx.barrier(["a", "b"][r]), ("on the operation: rank 0: barrier 'a'; rank 1: barrier 'b'",)),
     "hooks": (
         lambda r: ltx.sync_gradients(torch.ones(2), ltx.DDPStrategy(comm_hook=["fp16", "bf16"][r])),
         ("on sync_gradients, its arguments", "rank 0: FP16()", "rank 1: BF16()"),

@@ -293,17 +293,15 @@ def test_rank_0_dies_with_the_store_while_ranks_save(at: str, tmp_path: Path, st
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("how", "error"), [(signal.SIGKILL, "PeerLostError"), (signal.SIGSTOP, "CollectiveTimeoutError")]
-)
-def test_a_peer_that_goes_after_the_store(how: signal.Signals, error: str, started: Started) -> None:
+@pytest.mark.parametrize(("by", "end"), [(signal.SIGKILL, "PeerLostError"), (signal.SIGSTOP, "CollectiveTimeoutError")])
+def test_a_peer_that_goes_after_the_store(by: signal.Signals, end: str, started: Started) -> None:
     """A broken connection shows that it is gone; silence doesn't, so the wait ends by its timeout."""
     over = get_context("fork").Event()
 
     def body(rank: int, tell: Tell) -> None:
         assert over.wait(60)
         if rank == 1:
-            os.kill(os.getpid(), how)
+            os.kill(os.getpid(), by)
         _sum()
 
     world = up(started, body, sockets=True, timeout_s=10.0)
@@ -311,7 +309,7 @@ def test_a_peer_that_goes_after_the_store(how: signal.Signals, error: str, start
     over.set()
     for rank in (0, 2):
         said = world.told(rank)
-        assert said.startswith(f"{error}: rank {rank}: "), said
+        assert said.startswith(f"{end}: rank {rank}: "), said
 
 
 def test_a_rank_that_waits_on_without_rank_0_and_its_store(started: Started) -> None:

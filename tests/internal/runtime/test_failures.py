@@ -277,11 +277,7 @@ RAISED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "an exception that doesn't pickle": (_with_a_lock, (), "ValueError: with a lock\n"),
     "one that doesn't unpickle": (_of_two_arguments, (), "TwoArgumentsError: this and that"),
     "one whose text raises": (_mute, (), ".*MuteError: <no text: its __str__ raised RuntimeError>"),
-    "a result that doesn't pickle": (
-        threading.Lock,
-        (),
-        "TypeError: pickling the result, which is of type lock: cannot pickle",
-    ),
+    "a result": (threading.Lock, (), "TypeError: pickling the result, which is of type lock: cannot pickle"),
     "wrong arguments": (lambda: None, (1,), "TypeError: .*takes 0 positional arguments but 1 was given"),
     "sys.exit": (sys.exit, (3,), "SystemExit: 3"),
 }

@@ -158,20 +158,14 @@ def test_placements(case: str) -> None:
 Row = tuple[dict[str, str | None], str]
 #: name: (changes, of which None leaves a variable out; text)
 OF_TORCHRUN: dict[str, Row] = {
-    "rank no integer": (
-        {"RANK": "foo"},
-        r"RANK='foo' \(launcher torchrun\): expected an integer from 0 to 7, below WORLD_SIZE=8",
-    ),
+    "letters": ({"RANK": "x"}, r"RANK='x' \(launcher torchrun\): expected an integer from 0 to 7, below WORLD_SIZE=8"),
     "rank negative": ({"RANK": "-1"}, r"RANK='-1' .*expected an integer from 0 to 7"),
     "rank not below the size": ({"RANK": "8"}, r"RANK='8' .*expected an integer from 0 to 7"),
     "rank without size": ({"WORLD_SIZE": None}, r"WORLD_SIZE is missing .*at least 1.*since RANK='5' is set"),
     "size without rank": ({"RANK": None}, r"RANK is missing .*from 0 to 7.*since WORLD_SIZE='8' is set"),
     "size zero": ({"WORLD_SIZE": "0"}, r"WORLD_SIZE='0' .*expected an integer of at least 1"),
     "size no integer": ({"WORLD_SIZE": "8.0"}, r"WORLD_SIZE='8.0' .*expected an integer of at least 1"),
-    "more local ranks than ranks": (
-        {"LOCAL_WORLD_SIZE": "9"},
-        r"LOCAL_WORLD_SIZE='9' .*from 1 to 8, at most WORLD_SIZE=8",
-    ),
+    "more local ranks": ({"LOCAL_WORLD_SIZE": "9"}, r"LOCAL_WORLD_SIZE='9' .*from 1 to 8, at most WORLD_SIZE=8"),
     "torchrun, local rank too large": ({"LOCAL_RANK": "4"}, r"LOCAL_RANK='4' .*from 0 to 3, below LOCAL_WORLD_SIZE=4"),
     "node rank too large": ({"GROUP_RANK": "2"}, r"GROUP_RANK='2' .*from 0 to 1, below the number of nodes, 2"),
     "no address": ({"MASTER_ADDR": None}, r"MASTER_ADDR=None .*expected the name or address"),

@@ -35,15 +35,13 @@ def test_replace_changes_the_algorithm_too() -> None:
     refuses(StrategyError, "has no field 'communication_interval'", dataclasses.replace, strategy, algorithm="bytegrad")
 
 
-@pytest.mark.parametrize(
-    "algorithm", ["gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized"]
-)
-def test_nodes_must_divide_the_ranks(algorithm: str) -> None:
-    strategy = ltx.BaguaStrategy(algorithm, hierarchical=True, node_size=2)
+@pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized"])
+def test_nodes_must_divide_the_ranks(name: str) -> None:
+    strategy = ltx.BaguaStrategy(name, hierarchical=True, node_size=2)
     train = ltx.train_step(ltx.data_parallel(loss, strategy), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
     text = r"node_size must divide the number of ranks: axis 'data' has 3, which aren't nodes of 2\."
     refuses(StrategyError, text, ltx.vmap(lambda x: train(train.init({"w": torch.ones(3)}), x)), torch.ones(3, 3))
-    if algorithm == "gradient_allreduce":  # nor without a train step
+    if name == "gradient_allreduce":  # nor without a train step
         with pytest.raises(AxisError, match="which don't divide into nodes of 2"):
             ltx.vmap(lambda g: ltx.sync_gradients(g, strategy)[0])(torch.ones(3, 2))
 
@@ -105,10 +103,8 @@ def test_cuts_are_balanced(_: int, seed: int) -> None:
 def test_scaled_learning_rates() -> None:
     adam = ltx.optim.from_torch(torch.optim.Adam, weight_decay=0.1)
     assert with_scaled_lr(adam, 4) == ltx.optim.from_torch(torch.optim.Adam, lr=0.004, weight_decay=0.1)
-    clip = ltx.optim.clip_by_global_norm(1.0)
-    assert with_scaled_lr(ltx.optim.chain(clip, SGD), 2) == ltx.optim.chain(
-        clip, ltx.optim.from_torch(torch.optim.SGD, lr=0.2)
-    )
+    clip, doubled = ltx.optim.clip_by_global_norm(1.0), ltx.optim.from_torch(torch.optim.SGD, lr=0.2)
+    assert with_scaled_lr(ltx.optim.chain(clip, SGD), 2) == ltx.optim.chain(clip, doubled)
     assert with_scaled_lr(ltx.optim.from_torch(torch.optim.SGD, lr=lambda count: 1.0 + count), 3).lr(1) == 6.0
     own = ltx.optim.from_functions(lambda params: (), lambda grads, state, params: (grads, state))
     refuses(StrategyError, "multiplies the learning rate of", trainer, own, scale_lr=True)

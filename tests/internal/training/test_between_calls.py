@@ -87,9 +87,7 @@ ROWS = {
     "another transform": Row(grad=lambda grad: torch.func.grad if grad is ltx.grad else ltx.grad),
     "a jacobian": Row(grad=lambda _: torch.func.jacrev),
     "derivatives of derivatives": Row(grad=lambda _: torch.func.hessian),
-    "each sample": Row(
-        grad=lambda grad: lambda step: torch.func.vmap(grad(step), (None, 0)), batch=lambda x: x[:, None]
-    ),
+    "each row": Row(grad=lambda grad: lambda step: torch.func.vmap(grad(step), (None, 0)), batch=lambda x: x[:, None]),
     "simulated ranks": Row(grad=lambda grad: lambda step: ltx.vmap(grad(step), (None, 0)), batch=lambda x: x[:, None]),
     "the step of a hook": Row(strategy=Later(), grad=lambda grad: partial(later, grad=grad)),
     "debug checks": Row(around=ltx.debug_checks),

@@ -29,7 +29,9 @@ from ltx.core.ranks.axis import Axis
 from tests.kinds import OnNewAxis, Ranks
 
 ADAMW = ltx.optim.from_torch(torch.optim.AdamW, lr=0.05)
+CLIPPED = ltx.optim.chain(ltx.optim.clip_by_global_norm(0.1), ADAMW)
 OWN = torch.nn.Parameter(torch.ones(()))
+SCHEDULED = ltx.optim.from_torch(torch.optim.AdamW, lr=lambda count: 0.1 / (1 + count))
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
@@ -100,16 +102,12 @@ ROWS = {
     "nothing, bucket by small bucket": Row(
         carried=True,
         strategy=ltx.DDPStrategy(bucket_bytes=64, first_bucket_bytes=64),
-        made={"overlap": "update", "optimizer": ltx.optim.from_torch(torch.optim.AdamW, lr=lambda n: 0.1 / (1 + n))},
+        made={"overlap": "update", "optimizer": SCHEDULED},
     ),
     "nothing, bucket by bucket without donation": Row(carried=True, made={"overlap": "update", "donate": False}),
     "nothing, without donation": Row(carried=True, made={"donate": False}),
-    "nothing, a chain": Row(
-        carried=True, made={"optimizer": ltx.optim.chain(ltx.optim.clip_by_global_norm(0.1), ADAMW)}
-    ),
-    "a rate by schedule": Row(
-        carried=True, made={"optimizer": ltx.optim.from_torch(torch.optim.AdamW, lr=lambda count: 0.1 / (1 + count))}
-    ),
+    "nothing, a chain": Row(carried=True, made={"optimizer": CLIPPED}),
+    "a rate by schedule": Row(carried=True, made={"optimizer": SCHEDULED}),
     "the step's number is read": Row(state=lambda s: s.step and s, carried=True),
     "parameters are read": Row(state=lambda s: s.params and s),
     "a parameter is put in": Row(state=then(lambda s: setitem(s.params, "w", s.params["w"].detach().clone() * 2))),
@@ -118,9 +116,7 @@ ROWS = {
     ),
     "a parameter requires grad": Row(state=FROZEN),
     "a parameter requires grad, kept": Row(state=FROZEN, made={"donate": False}),
-    "a parameter has a hook": Row(
-        state=then(lambda s: s.params["w"].requires_grad_().register_hook(lambda grad: grad * 2))
-    ),
+    "a parameter has a hook": Row(state=then(lambda s: s.params["w"].requires_grad_().register_hook(lambda g: g * 2))),
     "a moment is multiplied": Row(state=MOMENT),
     "a moment is put in": Row(state=then(lambda s: setitem(s.opt_state.per_param["w"], "exp_avg", torch.ones(5, 7)))),
     "a moment is multiplied, bucket by bucket": Row(state=MOMENT, made={"overlap": "update"}),
@@ -157,9 +153,7 @@ ROWS = {
     "debug checks": Row(around=ltx.debug_checks, carried=True),
     "a thread": Row(in_thread=True, carried=True),
     "local SGD begins": Row(strategy=ltx.DDPStrategy(start_local_sgd_step=3, model_averaging_period=2)),
-    "a hook's warm-up ends": Row(
-        strategy=ltx.DDPStrategy(comm_hook=ltx.hooks.PowerSGD(rank=1, start_step=3)), only=(2,)
-    ),
+    "a warm-up ends": Row(strategy=ltx.DDPStrategy(comm_hook=ltx.hooks.PowerSGD(rank=1, start_step=3)), only=(2,)),
     "another hook for each parameter": Row(carried=True, strategy=ltx.DDPStrategy(comm_hook="bf16"), only=(2,)),
     "a hook that changes without a word": Row(carried=True, strategy=Changing(), only=(2,)),
     "an axis in scope": Row(around=lambda: nullcontext(ltx.vmap(ltx.psum)(torch.ones(3))), carried=True),

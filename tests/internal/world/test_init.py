@@ -117,19 +117,15 @@ def test_inner_with_leaves_the_outer_world_and_all_axes_of_its_mesh() -> None:
     assert axes_in_scope() == ()
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "text"),
-    [
-        (
-            {"backend": "gloo"},
-            {"backend": "mpi"},
-            r"backend='gloo' and now with backend='mpi'\. Call ltx\.shutdown\(\)",
-        ),
-        ({"mesh": {"data": 1}}, {"mesh": {"a": 1, "b": 1}}, r"mesh=\{'data': 1\} and now with mesh=\{'a': 1, 'b': 1\}"),
-        ({"mesh": {"b": 1, "a": 1}}, {"mesh": {"a": 1, "b": 1}}, r"mesh=\{'b': 1, 'a': 1\} and now with mesh=\{'a': 1"),
-        ({}, {"timeout": 5}, r"timeout=datetime.timedelta\(seconds=1800\) and now with timeout=.*=5\)"),
-    ],
-)
+OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"backend": "gloo"}, {"backend": "mpi"}, r"backend='gloo' and now with backend='mpi'\. Call ltx\.shutdown\(\)"),
+    ({"mesh": {"data": 1}}, {"mesh": {"a": 1, "b": 1}}, r"mesh=\{'data': 1\} and now with mesh=\{'a': 1, 'b': 1\}"),
+    ({"mesh": {"b": 1, "a": 1}}, {"mesh": {"a": 1, "b": 1}}, r"mesh=\{'b': 1, 'a': 1\} and now with mesh=\{'a': 1"),
+    ({}, {"timeout": 5}, r"timeout=datetime.timedelta\(seconds=1800\) and now with timeout=.*=5\)"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "text"), OTHERS)
 def test_second_call_with_other_arguments_says_which(old: dict[str, Any], new: dict[str, Any], text: str) -> None:
     init(**old)
     refuses(WorldError, r"rank 0: ltx\.init was called before with " + text, lambda: init(**new))
