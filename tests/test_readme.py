@@ -114,11 +114,8 @@ def test_a_page_runs_from_top_to_bottom(page: Path, ranks: Ranks, tmp_path: Path
             run_in_order(str(page), [block], str(tmp_path))
 
 
-LAUNCHERS = {
-    "ltx": ["-m", "ltx", "run", "-n", "2"],
-    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-    "alone": [],
-}
+LAUNCHERS = {"ltx": ["-m", "ltx", "run", "-n", "2"], "alone": []}
+LAUNCHERS["torchrun"] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 @pytest.mark.full

@@ -119,13 +119,13 @@ def ensemble(given: Given) -> dict[str, Params]:
     return {"ensemble": {name: torch.stack([one[name] for one in found]) for name in found[0]}}
 
 
-def sgd(module: torch.nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(module.parameters(), lr=0.1)
+def learner(module: torch.nn.Module) -> tuple[Any, torch.optim.SGD]:
+    own = copy.deepcopy(module)
+    return own, torch.optim.SGD(own.parameters(), lr=0.1)
 
 
 def ppo(given: Given) -> dict[str, Params]:
-    policy, advantage = copy.deepcopy(given["policy"]), given["advantage"]
-    optimizer = sgd(policy)
+    (policy, optimizer), advantage = learner(given["policy"]), given["advantage"]
     normal = (advantage - advantage.mean()) / advantage.std(correction=0)
     for _ in range(4):
         new = torch.log_softmax(policy(given["observed"]), 1).gather(1, given["action"][:, None])[:, 0]
@@ -135,8 +135,7 @@ def ppo(given: Given) -> dict[str, Params]:
 
 
 def plateau(given: Given) -> dict[str, Any]:
-    policy = copy.deepcopy(given["policy"])
-    optimizer = sgd(policy)
+    policy, optimizer = learner(given["policy"])
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, factor=0.5, threshold=0.01)
     rates, best, since = [], float("inf"), 0
     for _ in range(80):
@@ -154,8 +153,7 @@ def plateau(given: Given) -> dict[str, Any]:
 
 def detection(given: Given) -> dict[str, Params]:
     """Two ranks take every other sample, two at a time: four together."""
-    detector = copy.deepcopy(given["detector"])
-    optimizer = sgd(detector)
+    detector, optimizer = learner(given["detector"])
     for four in (given["dataset"][:4], given["dataset"][4:]):
         losses = [(detector(image.mean(dim=(1, 2))) - target["boxes"]).abs().mean() for image, target in four]
         step(optimizer, torch.stack(losses).mean())
@@ -163,8 +161,7 @@ def detection(given: Given) -> dict[str, Params]:
 
 
 def sam(given: Given) -> dict[str, Params]:
-    policy = copy.deepcopy(given["policy"])
-    optimizer = sgd(policy)
+    policy, optimizer = learner(given["policy"])
     for _ in range(4):
         before = copy.deepcopy(policy.state_dict())
         (policy(given["observed"]) - given["goal"]).square().mean().backward()
@@ -181,8 +178,7 @@ def sam(given: Given) -> dict[str, Params]:
 
 
 def truncated(given: Given) -> dict[str, Params]:
-    cell, hidden = copy.deepcopy(given["cell"]), torch.zeros(64, 8)
-    optimizer = sgd(cell)
+    (cell, optimizer), hidden = learner(given["cell"]), torch.zeros(64, 8)
     for inputs in given["sequences"]:
         loss = torch.zeros(())
         hidden = hidden.detach()

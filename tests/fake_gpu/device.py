@@ -32,13 +32,7 @@ waits: Counter[str] = Counter()
 _MIXES = (_ops.copy_.default, _ops._to_copy.default, _ops.index.Tensor, _ops.index_put_.default, _ops.index_put.default)
 #: What takes no 0-dim CPU tensor beside those of the device either.
 _LISTS = (_ops.stack.default, _ops.cat.default)
-_READS = (
-    _ops._local_scalar_dense.default,
-    _ops.is_nonzero.default,
-    _ops.equal.default,
-    _ops.nonzero.default,
-    _ops.masked_select.default,
-)
+_READS = [x.default for x in (_ops._local_scalar_dense, _ops.is_nonzero, _ops.equal, _ops.nonzero, _ops.masked_select)]
 
 
 def register() -> None:

@@ -18,11 +18,8 @@ from tests.streams.test_steps import SMALL, STRATEGIES, trained
 
 Found = tuple[list[str], list[str]]
 
-ROWS: dict[str, tuple[ltx.Strategy, dict[str, Any]]] = {
-    **STRATEGIES,
-    "guarded": (ltx.DDPStrategy(**SMALL), {"guard": "skip"}),
-    "asynchronous": (AsyncAveraging(sync_interval_ms=0), {}),
-}
+ROWS = STRATEGIES | {"guarded": (ltx.DDPStrategy(**SMALL), {"guard": "skip"})}
+ROWS["asynchronous"] = (AsyncAveraging(sync_interval_ms=0), {})
 
 
 def found(name: str, plant: Callable[[], None] = lambda: None) -> Found:

@@ -85,14 +85,8 @@ def test_buckets_are_larger(ranks: Ranks) -> None:
 
 
 #: Of ltx at most; "calls of Python" beyond DDP's.
-MOST = {
-    "calls of Python": 46,
-    "events": 2,
-    "waits of a stream": 2,
-    "record_stream": 1,
-    "operations": 9,
-    "allocations": 3,
-}
+MOST = {"calls of Python": 46, "operations": 9, "allocations": 3}
+MOST |= {"events": 2, "waits of a stream": 2, "record_stream": 1}
 
 
 def test_a_bucket_takes_few_calls_and_never_waits(ranks: Ranks) -> None:

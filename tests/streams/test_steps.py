@@ -223,14 +223,11 @@ def test_weights_and_a_guard(name: str, ranks: Ranks) -> None:
 
 def test_a_guarded_update_in_two_phases(ranks: Ranks) -> None:
     def run() -> Any:
-        train = ltx.train_step(
-            ltx.data_parallel(lambda w, x: (w * x).sum(), ltx.BaguaStrategy("qadam", warmup_steps=1)),
-            ltx.optim.qadam(warmup_steps=1, lr=1e-2),
-            guard="skip",
-        )
+        step = ltx.data_parallel(lambda w, x: (w * x).sum(), ltx.BaguaStrategy("qadam", warmup_steps=1))
+        train = ltx.train_step(step, ltx.optim.qadam(warmup_steps=1, lr=1e-2), guard="skip")
         state, seen = train.init(torch.ones(3)), []
-        for step in range(5):
-            state, metrics = train(state, torch.ones(3) * (float("nan") if step == 3 else 1.0))
+        for number in range(5):
+            state, metrics = train(state, torch.ones(3) * (float("nan") if number == 3 else 1.0))
             seen.append((bool(metrics.skipped), state.params + 0))
         return seen
 

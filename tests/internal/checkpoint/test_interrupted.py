@@ -219,10 +219,7 @@ NOT_PLAIN: dict[str, tuple[Callable[[], Tensor], str]] = {
     "coo": (lambda: torch.eye(3).to_sparse(), "a tensor of the layout torch.sparse_coo"),
     "csr": (lambda: torch.eye(3).to_sparse_csr(), "a tensor of the layout torch.sparse_csr"),
     "meta": (lambda: torch.empty(3, device="meta"), "a tensor on the meta device"),
-    "quantized": (
-        lambda: torch.quantize_per_tensor(torch.rand(3), 0.1, 0, torch.qint8),
-        "a quantized tensor (torch.qint8)",
-    ),
+    "qint": (lambda: torch.quantize_per_tensor(torch.rand(3), 0.1, 0, torch.qint8), "a quantized tensor (torch.qint8)"),
     "nested": (lambda: torch.nested.nested_tensor([torch.rand(2), torch.rand(3)]), "a nested tensor"),
     "class": (lambda: torch.rand(3).as_subclass(OfItsOwn), "a OfItsOwn, a class of tensors of its own"),
 }

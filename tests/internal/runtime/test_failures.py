@@ -389,8 +389,7 @@ def test_a_limit_that_is_none_leaves_the_pool_as_it_is(limit: Any, ranks: Ranks)
 
 def test_a_pool_of_wrong_arguments_starts_nothing() -> None:
     for name, value in {"threads": 0, "start_timeout_s": 0, "timeout_s": "5", "grace_s": -1}.items():
-        with pytest.raises(InputError, match=f"ltx.Pool: {name} must be"):
-            Pool(1, **{name: value})  # type: ignore[arg-type]
+        refuses(InputError, f"ltx.Pool: {name} must be", Pool, 1, **{name: value})
 
 
 def test_the_place_of_a_failure_is_no_method_of_a_dataclass() -> None:

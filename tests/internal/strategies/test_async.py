@@ -139,12 +139,8 @@ def test_warm_up_is_together(ranks: Ranks) -> None:
 def test_all_kinds_of_leaves(ranks: Ranks) -> None:
     def run() -> dict[str, Tensor]:
         rank = int(ltx.axis_index())
-        params = {
-            "half": torch.ones(3, dtype=torch.bfloat16),
-            "empty": torch.ones(0, 2),
-            "number": torch.tensor(1.0),
-            "turned": torch.ones(2, 4, dtype=torch.float64).t(),
-        }
+        params = {"half": torch.ones(3, dtype=torch.bfloat16), "empty": torch.ones(0, 2), "number": torch.tensor(1.0)}
+        params["turned"] = torch.ones(2, 4, dtype=torch.float64).t()
         train, x = trainer(AsyncAveraging(sync_interval_ms=0, bucket_bytes=8)), torch.tensor(100.0 * rank).double()
         return train.finish(go_on(train, train.init(params), [x] * (3 + rank)).state).params
 

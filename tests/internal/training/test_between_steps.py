@@ -33,6 +33,7 @@ CLIPPED = ltx.optim.chain(ltx.optim.clip_by_global_norm(0.1), ADAMW)
 OWN = torch.nn.Parameter(torch.ones(()))
 SCHEDULED = ltx.optim.from_torch(torch.optim.AdamW, lr=lambda count: 0.1 / (1 + count))
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+SMALL = ltx.DDPStrategy(bucket_bytes=64, first_bucket_bytes=64)
 
 
 @dataclass
@@ -99,11 +100,7 @@ ROWS = {
     "nothing, SGD": Row(carried=True, made={"optimizer": SGD}),
     "nothing, a guard": Row(carried=True, made={"guard": "skip"}),
     "nothing, bucket by bucket": Row(carried=True, made={"overlap": "update"}),
-    "nothing, bucket by small bucket": Row(
-        carried=True,
-        strategy=ltx.DDPStrategy(bucket_bytes=64, first_bucket_bytes=64),
-        made={"overlap": "update", "optimizer": SCHEDULED},
-    ),
+    "nothing, small buckets": Row(carried=True, strategy=SMALL, made={"overlap": "update", "optimizer": SCHEDULED}),
     "nothing, bucket by bucket without donation": Row(carried=True, made={"overlap": "update", "donate": False}),
     "nothing, without donation": Row(carried=True, made={"donate": False}),
     "nothing, a chain": Row(carried=True, made={"optimizer": CLIPPED}),
