@@ -264,7 +264,8 @@ def ddp_gradient(case: Case, seed: int) -> Params:
         module.sum = torch.distributed.nn.functional.all_reduce
     rank = ltx.world().rank
     with seeded(rank):
-        DistributedDataParallel(module, **case.ddp)(*batches[rank]).backward()
+        replica = DistributedDataParallel(module, **case.ddp)
+        replica(*batches[rank]).backward()
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in module.named_parameters()}
 
 
