@@ -375,10 +375,10 @@ class _Alone(Peers):
 
     def compare(self, channel: Any, signature: Signature, offer: Any) -> Any:
         channel.compared += 1
-        return self._replayed.agreed(self.axis, channel, signature, offer)
+        return self._replayed.agreed(self.axis, channel, signature, offer)  # type: ignore[arg-type]
 
     def exchange_values(self, signature: Signature, value: Any, place: Any = None, wait: bool = True) -> list[Any]:
-        return self._replayed.exchanged(self.axis, signature, value) if wait else []
+        return self._replayed.exchanged(self.axis, signature, value) if wait else []  # type: ignore[arg-type]
 
 
 #: In place of the shared memory of channels that had it.

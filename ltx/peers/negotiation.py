@@ -50,6 +50,8 @@ def in_wait_for(what: str) -> Iterator[None]:
 class Negotiation(Peers):
     """The other ranks of an axis: whether they live, and whether they agree."""
 
+    axis: AxisComm
+
     def __init__(self, axis: AxisComm, name: str | None, heartbeat_s: float):
         self._rank, self._ended, self.global_ranks = axis.rank, False, axis.global_ranks
         self.watcher = hold_watcher(c10d._get_default_store(), dist.get_rank(), heartbeat_s)

@@ -16,15 +16,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from ltx.core.base import errors, private
 from ltx.core.base.traced import TracedValueError
 from ltx.core.comm.backends import unregister
+from ltx.core.comm.peers import OfAxis
 from ltx.core.comm.signature import RAISED
-
-if TYPE_CHECKING:
-    from ltx.core.comm.axis_comm import AxisComm
 
 _FORWARD = "a forward pass"
 
@@ -63,7 +60,7 @@ class BackwardPass:
 class Passes:
     """The passes and steps of one axis on this rank."""
 
-    def __init__(self, axis_comm: AxisComm):
+    def __init__(self, axis_comm: OfAxis):
         self._comm, self._own = axis_comm, axis_comm.peers.own
         self._under_way: list[BackwardPass] = []
         self.step: int | None = None  # the number of the training step that is under way

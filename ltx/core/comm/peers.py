@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 from weakref import WeakValueDictionary
 
 import torch.distributed.distributed_c10d as c10d
@@ -21,9 +22,6 @@ from ltx.core.base.errors import LtxError, RankMismatchError
 from ltx.core.base.private import PrefixStore
 from ltx.core.comm.signature import Signature
 from ltx.core.comm.store_exchange import StoreExchange
-
-if TYPE_CHECKING:
-    from ltx.core.comm.axis_comm import AxisComm
 
 #: A peer without a sign of life for this long counts as lost.
 DEFAULT_HEARTBEAT_S = 30.0
@@ -35,6 +33,21 @@ BUCKETS = "buckets "
 #: The blocks of ltx.debug_checks() around the present code, which compare every call. Not a context variable: backward
 #: passes run on threads of the engine, which don't inherit those.
 under_way: list[Any] = []
+
+
+class OfAxis(Protocol):
+    """What :class:`Peers` and :class:`ltx.core.comm.passes.Passes` see of an axis' communicator."""
+
+    name: str
+    rank: int
+    size: int
+    timeout: timedelta
+    global_ranks: list[int]  # the ranks as ranks of the world
+    peers: Peers
+    channels: list[Any]
+    user: Any  # its channel
+    first_phase: Any  # the channel of the buckets' first collectives
+    unread: Any
 
 
 class OwnPart:
@@ -56,7 +69,7 @@ class Peers:
     replayed: ClassVar[bool] = False  # they aren't there, and what they once sent is recorded
 
     def __init__(
-        self, axis: AxisComm, name: str | None, heartbeat_s: float, store: Any = None, asked: Any = lambda store: store
+        self, axis: OfAxis, name: str | None, heartbeat_s: float, store: Any = None, asked: Any = lambda store: store
     ):
         self.axis, self.heartbeat_s = axis, heartbeat_s
         self.next_check = 0  # the number of its next call under ltx.debug_checks(); the same on all ranks
