@@ -17,8 +17,7 @@ from ltx.core.base.errors import StrategyError
 from ltx.core.gradients.comm_hook import CommHook
 from ltx.core.gradients.reduction import Bucket, LeafState, Terms
 
-#: The types of devices on which eager tensors are processed piece by piece. Tests empty it, so that the CPU takes the
-#: accelerators' path.
+#: Types of devices on which eager tensors are processed by pieces. Tests empty it: the CPU takes accelerators' path.
 IN_PIECES = frozenset({"cpu"})
 _FLAT = methodcaller("reshape", -1)
 

@@ -260,8 +260,7 @@ class BucketInput:
 #: (reduced flat buffer, next states)
 Reduced = tuple[torch.Tensor, Sequence[LeafState]]
 
-#: A generator that yields requests, is sent their results, and returns the reduced buffer and the next states; or
-#: something else.
+#: Yields requests, is sent their results, and returns the reduced buffer and the next states; or something else.
 Reduction = Generator[Request, torch.Tensor, Reduced]
 Requests = Generator[Request, torch.Tensor, Any]
 

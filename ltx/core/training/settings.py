@@ -19,7 +19,7 @@ from ltx.core.training.accumulate import Accumulated
 from ltx.core.training.parameters import Trainable
 from ltx.core.transforms.compare import tensors_by_path
 from ltx.core.transforms.data_parallel import DataParallel
-from ltx.core.transforms.strategy import Strategy, StrategyOffers, hooks_ahead, shares_gradients
+from ltx.core.transforms.strategy import Strategy, StrategyOffers, shares_gradients, steps_ahead
 from ltx.typing import Tree
 
 
@@ -136,7 +136,7 @@ class TrainSettings(Readable):
         may_raise = self.guard == "raise" or self.max_skipped is not None
         vars(self).update(dynamic=dynamic, checks_finite=bool(dynamic) or self.guard != "off", may_raise=may_raise)
         # Such a hook adds gradients, which have the loss scale as a factor, to tensors that don't have it.
-        for hook in () if scale is None or scale == 1 else hooks_ahead(strategy):
+        for hook in () if scale is None or scale == 1 else map(strategy.hook, steps_ahead(strategy)):
             require("loss scale, hook", hook, f"train_step: loss_scale={scale!r}")
         if self.overlap == "update":
             require("overlap, strategy", strategy)

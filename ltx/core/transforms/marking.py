@@ -21,7 +21,7 @@ from ltx.core.collectives.psum import is_sparse, psum_sparse, split_sparse
 from ltx.core.gradients import marker, planning
 from ltx.core.gradients.comm_hook import EXACT, CommHook, counts_as, shared_part, stateful_hook
 from ltx.core.gradients.pending import ProcessSchedule, schedule_for
-from ltx.core.gradients.planning import Names, Plan, all_tracked, arrival_order, differentiable, make_plan
+from ltx.core.gradients.planning import Names, Order, Plan, all_tracked, arrival_order, differentiable, make_plan
 from ltx.core.gradients.schedule import ImmediateSchedule, Schedule
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import ALONE
@@ -33,7 +33,6 @@ from ltx.core.transforms.strategy import Strategy, constant_hook, default_strate
 from ltx.core.transforms.sync_state import SyncState, check_state, kept_beside, states_of_leaves
 from ltx.typing import Tree
 
-Order = tuple[int, ...]
 Paths = tuple[str, ...]
 
 

@@ -489,10 +489,6 @@ def steps_ahead(strategy: Strategy) -> tuple[int, ...]:
     return (0, *range(first, first + length))
 
 
-def hooks_ahead(strategy: Strategy) -> tuple[CommHook | None, ...]:
-    return tuple(dict.fromkeys(map(strategy.hook, steps_ahead(strategy))))
-
-
 def constant_hook(strategy: Strategy, step: int, dtype: torch.dtype | None = None) -> CommHook | None:
     """The hook for a graph that is compiled at `step` and runs at all later steps. Raises if the hook changes."""
     who, hook = f"a graph that is compiled at step {step}", hook_of_plain(strategy, step)

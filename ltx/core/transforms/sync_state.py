@@ -44,8 +44,7 @@ class SyncState:
     def new(leaves: dict[str, LeafState]) -> SyncState:
         """A new state. Its guards stay on the CPU, where every step reads them."""
         # Float64 counts to 2^53. It isn't 0-dim: Dynamo traces a graph twice that has such a float64 tensor on the CPU.
-        clock = torch.zeros(1, dtype=torch.float64, device="cpu")
-        return SyncState(leaves, torch.ones((), device="cpu"), clock)
+        return SyncState(leaves, torch.ones((), device="cpu"), torch.zeros(1, dtype=torch.float64, device="cpu"))
 
     def checked_step(self) -> int:
         """The number of synchronised steps so far; raises unless the state was used exactly once."""
