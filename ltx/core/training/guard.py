@@ -37,7 +37,8 @@ def probes(grads: Tensors) -> list[torch.Tensor]:
 
 def not_finite(grads: Tensors, sums: Sequence[torch.Tensor | float] | None = None) -> torch.Tensor:
     """Whether any element isn't finite, exactly: a 0-dim bool tensor. `sums`: :func:`probes` of `grads`, if known."""
-    if all(map(cmath.isfinite, probes(grads) if sums is None else sums)):
+    sums = probes(grads) if sums is None else sums
+    if all(map(cmath.isfinite, sums)):
         return torch.tensor(False, device=grads[0].device if grads else None)
     return any_not_finite(grads)  # the sum of finite numbers may overflow, so look at the elements
 
