@@ -60,8 +60,7 @@ def _schedule_in_graph(
     key: str, tensors: Tensors, arrival: Order, names: Names, paths: Paths, step: int, clock: torch.Tensor | None
 ) -> Schedule:
     strategy, hook, axis = traced.kept(key)
-    of = list(paths)
-    plan = make_plan(strategy, hook, axis, tensors, lambda: arrival, names, step, lambda: of, "", None)
+    plan = make_plan(strategy, hook, axis, tensors, lambda: arrival, names, step, lambda: list(paths), "", None)
     # Reductions run below all levels of torch.func.
     return schedule_for(replace(plan, clock=None if clock is None else unwrapped(clock)), compiled=True)
 
