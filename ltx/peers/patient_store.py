@@ -9,9 +9,9 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from ltx.core.base.errors import PeerLostError, StoreGoneError
-from ltx.core.base.private import Store
 
 T = TypeVar("T")
 Said = Callable[[], str]

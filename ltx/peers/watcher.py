@@ -29,10 +29,10 @@ from itertools import count
 from typing import Any, NoReturn
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ltx.core.base import kernel
 from ltx.core.base.errors import LtxError, RankMismatchError
-from ltx.core.base.private import PrefixStore, Store
 from ltx.core.comm.signature import list_values
 from ltx.core.comm.store_exchange import poll_until
 from ltx.peers.diagnosis import INIT, RECORDS, Node, Record, Status, ThreadWait, Told, Watched, silent_of, stuck

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from torch.distributed import run as torchrun
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from ltx.core.base.private import PrefixStore
 from ltx.core.world.world import LOOPBACK
 from ltx.peers.addresses import loopback_store
 from ltx.runtime.failures import CONSEQUENCES, exit_text

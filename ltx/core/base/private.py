@@ -51,13 +51,9 @@ def _of_torch(path: str) -> Any:
 
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import PrefixStore as PrefixStore
-    from torch._C._distributed_c10d import Store as Store
     from torch._guards import TracingContext as TracingContext
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 else:
-    PrefixStore = _of_torch("torch._C._distributed_c10d:PrefixStore")
-    Store = _of_torch("torch._C._distributed_c10d:Store")
     TracingContext = _of_torch("torch._guards:TracingContext")
     FakeTensor = _of_torch("torch._subclasses.fake_tensor:FakeTensor")
 
@@ -167,15 +163,10 @@ TRACERS = (PROXY, _of_torch("torch._C:_TorchDispatchModeKey.FAKE"))
 script_state: Callable[[], Any] = _of_torch("torch._C:_get_tracing_state")
 #: Sets Dynamo's callback for calls (None turns Dynamo off); returns the previous one.
 set_eval_frame: Callable[[Any], Any] = _of_torch("torch._C:_dynamo.eval_frame.set_eval_frame")
-#: Dynamo's settings. Call it only while Dynamo traces, since the import takes 1.5 s.
+#: Dynamo's settings, and its replacements for functions of optree. Call them only while Dynamo traces, since the import
+#: takes 1.5 s.
 dynamo_config: Callable[[], Any] = lambda: torch._dynamo.config  # noqa: E731
-
-
-def optree_of_dicts() -> tuple[Any, ...]:
-    """Dynamo's replacements for the functions with which optree flattens and unflattens a dict."""
-    polyfills = torch._dynamo.polyfills.pytree
-    return polyfills.dict_flatten, polyfills.dict_unflatten
-
+dynamo_optree: Callable[[], Any] = lambda: torch._dynamo.polyfills.pytree  # noqa: E731
 
 # --- the rest ---
 

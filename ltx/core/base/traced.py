@@ -147,7 +147,7 @@ def _by_address(fn: Any) -> Any:
 @at_trace_time
 def trace_dicts() -> None:
     """Let Dynamo trace how optree flattens a dict without tensors: as constants, its keys wouldn't get into a graph."""
-    for fn in private.optree_of_dicts():
+    for fn in (private.dynamo_optree().dict_flatten, private.dynamo_optree().dict_unflatten):
         fn.__torch_dynamo_can_constant_fold_through__ = False
 
 

@@ -22,13 +22,12 @@ from typing import Any, TypeVar, cast
 
 import optree
 import torch
-import torch.utils._pytree as torch_pytree
 
 from ltx.core.base import traced
 from ltx.core.base.containers import NAMESPACE as NAMESPACE
 from ltx.core.base.containers import PLAIN, closed, open_in_graph, opened, sorted_keys
 from ltx.core.base.errors import WHOLE, Kind, TreeError, UnsupportedError
-from ltx.core.base.private import FakeTensor, in_transform, unwrapped
+from ltx.core.base.private import FakeTensor, in_transform, torch_pytree, unwrapped
 from ltx.typing import Tree
 
 T = TypeVar("T")

@@ -19,7 +19,6 @@ from weakref import WeakValueDictionary
 import torch.distributed.distributed_c10d as c10d
 
 from ltx.core.base.errors import LtxError, RankMismatchError
-from ltx.core.base.private import PrefixStore
 from ltx.core.comm.signature import Signature
 from ltx.core.comm.store_exchange import StoreExchange
 
@@ -82,7 +81,7 @@ class Peers:
         #: The axis' place in the store, with a number, so that an axis opened again finds no old keys.
         self.label = f"{of_ranks}/{whole.add(count, 1)}"
         self._uncount = partial(whole.add, count, -1)
-        part, limit_s = asked(PrefixStore(f"{self.label}/", store)), axis.timeout.total_seconds()
+        part, limit_s = asked(c10d.PrefixStore(f"{self.label}/", store)), axis.timeout.total_seconds()
         self.store_exchange = StoreExchange(part, axis.rank, axis.size, limit_s, partial(self.gone, "left"))
 
     def meet(self) -> None:

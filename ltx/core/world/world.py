@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.distributed_c10d import Store
 
 from ltx.core import comm
 from ltx.core.base.errors import PeerLostError, WorldError, said_of
 from ltx.core.base.handed_in import HandedIn
-from ltx.core.base.private import Store
 from ltx.core.comm.backends import default_backend
 from ltx.core.ranks import axis as axes
 
