@@ -201,15 +201,7 @@ def _choice() -> tuple[Axis, ...]:
 
 
 def joined(names: tuple[Any, ...]) -> Axis:
-    """One axis of all ranks of several axes, outermost first. Between processes, all its ranks must call this.
-
-    Example:
-        >>> import torch, ltx
-        >>> f = ltx.vmap(ltx.vmap(lambda x: ltx.psum(x, ("a", "b")), axis_name="b"), axis_name="a")
-        >>> f(torch.tensor([[1, 2], [3, 4]]))
-        tensor([[10, 10],
-                [10, 10]])
-    """
+    """One axis of all ranks of several axes, outermost first. Between processes, all its ranks must call this."""
     said = f"axis={brief(names)}"
     if not all(isinstance(name, str) for name in names):
         raise AxisError(f"{said}: a tuple of axes holds names, such as ('node', 'data').")

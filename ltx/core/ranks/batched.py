@@ -99,8 +99,7 @@ class VmapRanks(Ranks):
         value = value.movedim(here, list(range(len(here))))
         for place, (dim, (_, size)) in enumerate(zip(dims, self.dims, strict=True)):
             if dim is None:
-                value = value.unsqueeze(place)
-                value = value.expand(*value.shape[:place], size, *value.shape[place + 1 :])
+                value = value.unsqueeze(place).expand(*value.shape[:place], size, *value.shape[place:])
         return value.flatten(0, len(dims) - 1), 0
 
     def collective(self, rule: Rule, static: Static, xs: Tensors, compiled: bool) -> tuple[torch.Tensor, ...]:
