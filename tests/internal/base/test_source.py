@@ -28,7 +28,6 @@ ELSEWHERE = {
     "checkpoint/storage.py": 1,
     "core/base/containers.py": 1,
     "core/base/traced.py": 4,
-    "core/base/tree.py": 1,
     "core/comm/operations.py": 2,
     "core/optim/kernel.py": 1,
     "core/transforms/calls_again.py": 1,
