@@ -103,9 +103,7 @@ _TAG = "__ltx__"
 
 
 def encode(value: Any, what: str) -> list[Piece]:
-    """Encode `value` (dicts with string keys, lists, tuples, plain tensors, JSON's values), or raise InputError. The
-    first piece, called `what`, is the JSON; the pieces `what`.0, `what`.1, ... are the tensors.
-    """
+    """The pieces of `value`, or InputError: JSON, called `what`, then its tensors: `what`.0, `what`.1, and so on."""
     tensors: list[torch.Tensor] = []
 
     def walk(node: Any, path: str) -> Any:
