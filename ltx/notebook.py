@@ -114,8 +114,7 @@ class LtxMagics(Magics):
         # Not from execution_count, which is one ahead while a cell runs.
         name = f"Cell In[{len(self.shell.history_manager.input_hist_parsed) - 1}]"
         # The magic is the cell's line 1, and IPython drops blank lines after it: both are added for the line numbers.
-        blank = len(cell) - len(cell.lstrip("\n"))
-        source = "\n" * (1 + blank) + self.shell.transform_cell(cell)
+        source = "\n" * (1 + len(cell) - len(cell.lstrip("\n"))) + self.shell.transform_cell(cell)
         try:
             code = compile(source, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
         except SyntaxError as error:

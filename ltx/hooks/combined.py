@@ -262,10 +262,7 @@ def chain(hook: CommHook, *inner: CommHook) -> CommHook:
         >>> ltx.hooks.chain(ltx.hooks.RandomK(0.1, error_feedback=False), ltx.hooks.BF16()).phases
         1
     """
-    if not inner:
-        return hook
-    first, *others = inner
-    return _chained(hook, chain(first, *others))
+    return _chained(hook, chain(*inner)) if inner else hook
 
 
 def _chained(hook: CommHook, inner: CommHook) -> CommHook:
