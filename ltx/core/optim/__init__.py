@@ -3,8 +3,10 @@
 from typing import Any
 
 from ltx.core.base.private import has_memory as has_memory
+from ltx.core.base.private import in_transform as in_transform
 from ltx.core.base.slips import lacks
 from ltx.core.base.traced import at_trace_time as at_trace_time
+from ltx.core.optim.base import ClipState as ClipState
 from ltx.core.optim.base import Optimizer as Optimizer
 from ltx.core.optim.base import TorchState as TorchState
 from ltx.core.optim.base import advanced as advanced
@@ -15,6 +17,8 @@ from ltx.core.optim.base import check_grads as check_grads
 from ltx.core.optim.base import check_state as check_state
 from ltx.core.optim.base import differentiated as differentiated
 from ltx.core.optim.base import donated as donated
+from ltx.core.optim.base import global_norm as global_norm
+from ltx.core.optim.base import grad_norm as grad_norm
 from ltx.core.optim.base import leaf_name as leaf_name
 from ltx.core.optim.base import leaves_like as leaves_like
 from ltx.core.optim.base import times_lr as times_lr
@@ -22,15 +26,11 @@ from ltx.core.optim.base import unless as unless
 from ltx.core.optim.combine import LeafPart as LeafPart
 from ltx.core.optim.combine import LeafTransform as LeafTransform
 from ltx.core.optim.combine import chain as chain
-from ltx.core.optim.combine import from_functions as from_functions
 from ltx.core.optim.combine import identity as identity
 from ltx.core.optim.combine import members_of as members_of
 from ltx.core.optim.combine import with_members as with_members
 from ltx.core.optim.from_torch import TorchOptimizer as TorchOptimizer
 from ltx.core.optim.kernel import NotGatheredError as NotGatheredError
-from ltx.core.optim.norms import ClipState as ClipState
-from ltx.core.optim.norms import global_norm as global_norm
-from ltx.core.optim.norms import grad_norm as grad_norm
 from ltx.core.optim.torch_class import ClassOptimizer as ClassOptimizer
 from ltx.core.optim.torch_class import Hyperparameter as Hyperparameter
 from ltx.core.optim.torch_class import Kept as Kept
