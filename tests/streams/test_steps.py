@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ltx
 from ltx import hooks
-from ltx.core.comm.backends import CommStream, StreamFence
+from ltx.core.comm.backends import CommStream
 from ltx.errors import RankMismatchError
 from tests import inside, train_on
 from tests.contract.optim.test_opaque import Anchored
@@ -355,7 +355,7 @@ def test_under_ddp_nothing_waits_before_the_last_bucket(ranks: Ranks) -> None:
                 yield
                 seen.append("off")
 
-        def fenced(stream: CommStream) -> StreamFence:
+        def fenced(stream: CommStream) -> Callable[..., None]:
             wait = fence(stream)
             return lambda *given: (seen.append("waits"), wait(*given))[1]
 
