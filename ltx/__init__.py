@@ -36,7 +36,7 @@ try:
 
     # --- strategies, world, running
     from ltx.core.transforms.strategy import Strategy
-    from ltx.core.world.init import init, to_device
+    from ltx.core.world.init import init
     from ltx.core.world.world import World, shutdown, world
     from ltx.peers.debug import debug_checks
     from ltx.peers.meeting import meet as _meet
@@ -62,7 +62,7 @@ finally:
 if TYPE_CHECKING:
     from ltx import checkpoint, profile, tensor_parallel
     from ltx.core.training.mixed_precision import DynamicLossScale, Precision, mixed_precision
-    from ltx.data import DataPosition, rank_zero_first, share_out, uneven
+    from ltx.data import DataPosition, rank_zero_first, share_out, to_device, uneven
     from ltx.hooks.adasum import adasum
     from ltx.record import Replayed, record_messages, replay
     from ltx.runtime.per_rank import PerRank
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from ltx.strategies.zero import ZeroStrategy
 
 _LATER = {
-    **dict.fromkeys(("DataPosition", "rank_zero_first", "share_out", "uneven"), "ltx.data"),
+    **dict.fromkeys(("DataPosition", "rank_zero_first", "share_out", "to_device", "uneven"), "ltx.data"),
     **dict.fromkeys(("DynamicLossScale", "Precision", "mixed_precision"), "ltx.core.training.mixed_precision"),
     **dict.fromkeys(("Pool", "launch"), "ltx.runtime.pool"),
     **dict.fromkeys(("progress", "show"), "ltx.runtime.show"),

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 import ltx
-from ltx.errors import ArgumentError, DataError, InputError, UnsupportedError
+from ltx.errors import ArgumentError, DataError, InputError, TreeError, UnsupportedError
 from ltx.extend import Axis, arguments, brief, collectives, comm, tree
 from ltx.typing import Tree
 
@@ -362,3 +362,31 @@ def rank_zero_first(axis: Any = None) -> Iterator[None]:
         raise
     finally:
         ltx.broadcast_object(text, 0, found)
+
+
+def to_device(tree: Tree) -> Tree:
+    """`tree` with every leaf that has a ``.to(device)`` method moved to this rank's device; other leaves as they are.
+
+    Tensors are copied to an accelerator through pinned memory, without waiting. If a tensor was pinned already, don't
+    write to it before the copy is done.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.to_device({"x": torch.ones(2), "name": "a"})
+        {'x': tensor([1., 1.]), 'name': 'a'}
+    """
+    device = ltx.world().device
+
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf
+        if leaf.is_meta and device.type != "meta":
+            raise TreeError(
+                f"to_device: a leaf is {ltx.tree.describe(leaf)} on the meta device, which holds no values."
+            )
+        return comm.to_device(leaf, device)
+
+    leaves, spec = ltx.tree.flatten(tree)
+    others = [None if hasattr(leaf, "to") else leaf for leaf in leaves]
+    ltx.tree.check_open(others, tree, "to_device", "moved", tensors_only=True)
+    return ltx.tree.unflatten(spec, [moved(leaf) for leaf in leaves])

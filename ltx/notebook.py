@@ -17,11 +17,10 @@ from weakref import ref
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
-from ltx.core.world.world import cores
 from ltx.errors import CallFailedError
 from ltx.runtime.messages import Pickler, names_in, stuck
 from ltx.runtime.per_rank import PerRank
-from ltx.runtime.pool import Pool
+from ltx.runtime.pool import Pool, cores
 from ltx.runtime.shell import Cell, own_or_brought
 from ltx.runtime.show import Display
 

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 from ltx.core.base.arguments import brief, checked, name_of, seconds, whole
 from ltx.core.base.readable import Table
-from ltx.core.world.world import cores
 from ltx.errors import ArgumentError, CallInterruptedError, WorkerError
 from ltx.runtime.failures import OF_WORKERS, failure_error
 from ltx.runtime.launchers import POOL_VARIABLE
@@ -287,3 +286,8 @@ def launch(
     if not complete:
         raise failure_error(name_of(fn), answers, range(nprocs), nprocs, limit_s, kept=None)
     return [answers[rank].value for rank in range(nprocs)]
+
+
+def cores() -> int:
+    """The number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -32,8 +32,8 @@ import torch.distributed.distributed_c10d as c10d
 from ltx.core import comm
 from ltx.core.comm.pickling import KEY, named
 from ltx.core.ranks.axis import set_world_axes
-from ltx.core.world.init import again, init, renew
-from ltx.core.world.world import LOOPBACK, abandon, accelerators, forget, process
+from ltx.core.world.init import again, init, start
+from ltx.core.world.world import LOOPBACK, abandon, accelerators, forget, process, settings_of_world, shutdown
 from ltx.errors import LtxError, UnsupportedError, WorkerError
 from ltx.peers.addresses import loopback_store
 from ltx.peers.meeting import next_is_begun
@@ -94,7 +94,7 @@ def serve(connection: Connection, inherited: Inherited | None = None) -> None:
             return
         if isinstance(message, messages.Renew):
             try:
-                renew(message.number)
+                _renew(message.number)
                 loop.send(messages.Ready())
             except Exception as error:
                 loop.send(failure_of(error))
@@ -281,6 +281,17 @@ class _WorkerLoop:
             finally:
                 message.close()
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+
+def _renew(count: int) -> None:
+    """Make a new world with the same settings, in place of one that failed. `count`: its number, above all ranks'."""
+    settings = settings_of_world()
+    settings.pop("placement", None)  # as the environment says
+    shutdown()
+    if dist.is_initialized():  # the user's world, which failed too
+        dist.destroy_process_group()
+    process.worlds = count - 1
+    process.session = start(settings)
 
 
 def _go_on() -> None:

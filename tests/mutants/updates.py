@@ -96,7 +96,7 @@ MUTANTS = (
         "with donate=True an optimizer's state that is the parameters follows them",
         At(
             "FunctionPair._apart",
-            "return state if traced.recording() or private.in_transform() else tree.unshared(state, params)",
+            "return state if recording() or optimizers.in_transform() else tree.unshared(state, params)",
             "return state",
         ),
         "tests/contract/optim/test_base.py::test_a_state_that_is_the_parameters",

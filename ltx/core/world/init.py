@@ -20,17 +20,15 @@ import torch.distributed as dist
 
 from ltx.core import comm
 from ltx.core.base import kernel
-from ltx.core.base import tree as trees
 from ltx.core.base.arguments import brief, checked, seconds, shown
-from ltx.core.base.errors import PeerLostError, TreeError, WorldError
+from ltx.core.base.errors import PeerLostError, WorldError
 from ltx.core.base.handed_in import HandedIn
 from ltx.core.comm.backends import let_go, looking_out
 from ltx.core.ranks.axis import DEFAULT_NAME, Axis, set_world_axes
 from ltx.core.transforms.strategy import Strategy
 from ltx.core.world import world as worlds
 from ltx.core.world.groups import adopted_world, check_mesh, close_ended, make_group, open_axes
-from ltx.core.world.world import Placement, World, process, shutdown, world, world_of
-from ltx.typing import Tree
+from ltx.core.world.world import Placement, World, process, shutdown, world_of
 
 DEFAULT_TIMEOUT = timedelta(seconds=1800)
 DEFAULT_HEARTBEAT = timedelta(seconds=comm.DEFAULT_HEARTBEAT_S)
@@ -129,7 +127,7 @@ def init(
     if session is not None and has_failed:
         session = again(session)
     if session is None:
-        session = process.session = _start(asked)
+        session = process.session = start(asked)
         HandedIn.launchers.note_uncaught(worlds.abandon)
         atexit.unregister(shutdown)  # register it once; it runs before handlers that were registered earlier
         atexit.register(shutdown)
@@ -146,17 +144,6 @@ def init(
                 )
         session.holds += not has_failed
     return session.world
-
-
-def renew(count: int) -> None:
-    """Make a new world with the same settings, in place of one that failed. `count`: its number, above all ranks'."""
-    settings = worlds.settings_of_world()
-    settings.pop("placement", None)  # as the environment says
-    shutdown()
-    if dist.is_initialized():  # the user's world, which failed too
-        dist.destroy_process_group()
-    process.worlds = count - 1
-    process.session = _start(settings)
 
 
 def again(old: worlds.Session) -> worlds.Session:
@@ -178,38 +165,12 @@ def again(old: worlds.Session) -> worlds.Session:
 
     shutdown()
     with looking_out(look):
-        new = _start(old.settings)
+        new = start(old.settings)
     process.session = replace(new, holds=old.holds, before=(*old.before, old.world))
     return process.session
 
 
-def to_device(tree: Tree) -> Tree:
-    """`tree` with every leaf that has a ``.to(device)`` method moved to this rank's device; other leaves as they are.
-
-    Tensors are copied to an accelerator through pinned memory, without waiting. If a tensor was pinned already, don't
-    write to it before the copy is done.
-
-    Example:
-        >>> import torch, ltx
-        >>> ltx.to_device({"x": torch.ones(2), "name": "a"})
-        {'x': tensor([1., 1.]), 'name': 'a'}
-    """
-    device = world().device
-
-    def moved(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf
-        if leaf.is_meta and device.type != "meta":
-            raise TreeError(f"to_device: a leaf is {trees.describe(leaf)} on the meta device, which holds no values.")
-        return comm.to_device(leaf, device)
-
-    leaves, spec = trees.flatten(tree)
-    others = [None if hasattr(leaf, "to") else leaf for leaf in leaves]
-    trees.check_open(others, tree, "to_device", "moved", tensors_only=True)
-    return trees.unflatten(spec, [moved(leaf) for leaf in leaves])
-
-
-def _start(asked: Mapping[str, Any]) -> worlds.Session:
+def start(asked: Mapping[str, Any]) -> worlds.Session:
     with ExitStack() as undo, ExitStack() as meanwhile:
         asked = {"timeout": DEFAULT_TIMEOUT, "heartbeat_timeout": DEFAULT_HEARTBEAT, **asked}
         timeout, heartbeat = asked["timeout"], asked["heartbeat_timeout"]

@@ -232,11 +232,6 @@ def forget() -> None:
     os.environ.pop(RANK_VARIABLE, None)
 
 
-def cores() -> int:
-    """The number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def accelerators() -> tuple[str, int]:
     """The type and number of this machine's accelerators, without initialising CUDA, which forks couldn't use then."""
     found = torch.accelerator.current_accelerator()
