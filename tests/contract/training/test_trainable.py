@@ -144,7 +144,8 @@ def test_a_state_of_fewer_parameters_and_a_scripted_module() -> None:
     net = model()
     step = ltx.data_parallel(loss_of(net))
     few, whole = (ltx.train_step(step, adamw(0.1), trainable=part) for part in (["2.*"], ["*"]))
-    state = replace(whole.init(net), opt_state=copy.deepcopy(few.init(net).opt_state))
+    fewer = copy.deepcopy(few.init(net).opt_state)
+    state = replace(whole.init(net), opt_state=fewer)
     refuses(OptimError, "the state has nothing for '0.bias', which was frozen when", whole, state, torch.ones(3, 4))
     refuses(UnsupportedError, "train.init can't put tensors into a", whole.init, torch.jit.script(net))
 
