@@ -17,7 +17,6 @@ with warnings.catch_warnings():
 _collects = gc.isenabled()
 gc.disable()
 try:
-    # --- submodules
     from ltx import errors, hooks, nn, optim
     from ltx.core import collectives as _collectives
     from ltx.core import training as _training
@@ -25,16 +24,12 @@ try:
     from ltx.core.base import tree as tree
     from ltx.core.base.handed_in import HandedIn as _HandedIn
     from ltx.core.base.slips import lacks as _lacks
-
-    # --- collectives
     from ltx.core.collectives import *
-
-    # --- communication and axes
     from ltx.core.comm.registry import axis_from_group
     from ltx.core.ranks.axis import Axis
     from ltx.core.ranks.simulated import vmap
-
-    # --- strategies, world, running
+    from ltx.core.training import *
+    from ltx.core.transforms import *
     from ltx.core.transforms.strategy import Strategy
     from ltx.core.world.init import init
     from ltx.core.world.world import World, shutdown, world
@@ -48,12 +43,6 @@ try:
 
     _HandedIn.hooks, _HandedIn.strategy, _HandedIn.launchers = hooks, DDPStrategy(), _launchers
     _HandedIn.meeting, _HandedIn.peers, _HandedIn.transport = _meet, _Negotiation, open_transport
-
-    # --- training
-    from ltx.core.training import *
-
-    # --- transformations
-    from ltx.core.transforms import *
 finally:
     if _collects:
         gc.enable()

@@ -16,35 +16,10 @@ from ltx.core.collectives.uneven import all_gather_object, barrier, broadcast_ob
 from ltx.core.collectives.uneven import told as told
 from ltx.core.ranks.backings import Rule as Rule
 
-__all__ = [
-    "AllGatherGrad",
-    "all_gather",
-    "all_gather_object",
-    "all_to_all",
-    "axis_index",
-    "axis_size",
-    "barrier",
-    "broadcast",
-    "broadcast_object",
-    "gather",
-    "gather_all_tensors",
-    "pargmax",
-    "pargmin",
-    "pmax",
-    "pmean",
-    "pmin",
-    "ppermute",
-    "psum",
-    "psum_scatter",
-    "psum_to",
-    "pvary",
-    "rank_seed",
-    "reduce",
-    "reduce_boolean_decision",
-    "scatter",
-    "shard",
-    "weighted_mean",
-]
+__all__ = ["broadcast", "pargmax", "pargmin", "pmax", "pmean", "pmin", "psum", "psum_to", "pvary", "weighted_mean"]
+__all__ += ["AllGatherGrad", "all_gather", "all_to_all", "gather", "ppermute", "psum_scatter", "reduce", "scatter"]
+__all__ += ["all_gather_object", "barrier", "broadcast_object", "gather_all_tensors", "reduce_boolean_decision"]
+__all__ += ["axis_index", "axis_size", "rank_seed", "shard"]
 
 
 def __getattr__(name: str) -> Any:

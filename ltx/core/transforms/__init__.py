@@ -7,16 +7,5 @@ from ltx.core.transforms.marking import sync_gradients
 from ltx.core.transforms.run import Weighted
 from ltx.core.transforms.sync_state import Synced, SyncState
 
-__all__ = [
-    "DataParallel",
-    "SyncState",
-    "Synced",
-    "Weighted",
-    "block_backward_sync",
-    "data_parallel",
-    "functional_call",
-    "grad",
-    "grad_and_value",
-    "sync_gradients",
-    "using",
-]
+__all__ = ["DataParallel", "Weighted", "block_backward_sync", "data_parallel", "grad", "grad_and_value"]
+__all__ += ["SyncState", "Synced", "functional_call", "sync_gradients", "using"]
