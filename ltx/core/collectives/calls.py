@@ -74,6 +74,11 @@ def prepare_trace(axis: Any) -> str:
     return traced.keep(f"{found.name!r} of {found.size}, {found.ranks!r}", found)
 
 
+@traced.at_trace_time
+def _prepare_groups(axis: Any, groups: tuple[tuple[int, ...], ...]) -> str:
+    return prepare_trace(comm.InGroups(axis, groups))  # Dynamo can't make one
+
+
 @traced.node
 def in_graph(name: str, static: Static, axis_key: str, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(apply(name, static, _found(axis_key), list(xs), compiled=True))
@@ -89,8 +94,8 @@ def grouped(axis: Any, groups: Sequence[Sequence[int]] | None, equal: str = "") 
             f"{equal}: axis_index_groups={lists} are of unequal sizes, and what ranks get would have unequal shapes. "
             "Make them equal; psum, pmean, pmax and pmin take unequal ones."
         )
-    among = comm.InGroups(axis, tuple(tuple(group) for group in lists))
-    return prepare_trace(among) if traced.recording() else among
+    key = tuple([tuple(group) for group in lists])
+    return _prepare_groups(axis, key) if traced.recording() else comm.InGroups(axis, key)
 
 
 def tensors_of(value: Tree, axis: Any) -> Tree:

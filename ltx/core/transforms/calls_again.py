@@ -246,8 +246,6 @@ _call_of_torch = stateless._functional_call
 stateless._functional_call = _torch_calls
 
 
-# --- torch.utils.checkpoint, which calls them again too ---------------------------------------------------------------
-
 # Torch has no hook for this, so subclasses of three of its classes, in place of these, note at a checkpoint's beginning
 # which tensors are in modules. It begins in the midst of a call, so this is right where :class:`Calls` has to refuse:
 # for several sets of tensors, for buffers that are half way (power iterations), and in whoever's backward pass.

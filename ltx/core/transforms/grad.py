@@ -204,9 +204,6 @@ def _check_differentiable(leaves: list[Any], params: Tree, number: int) -> None:
 _LAYOUTS = (torch.strided, torch.sparse_coo, torch.jagged)
 
 
-# --- below a level of torch.func --------------------------------------------------------------------------------------
-
-
 def gradients(total: torch.Tensor, leaves: Tensors, again: bool = False, own: Tensors = ()) -> list[torch.Tensor]:
     """The gradients of `total` with respect to new `leaves`, or zeros. `again`: they may be differentiated."""
     if not total.requires_grad:
