@@ -246,7 +246,7 @@ _call_of_torch = stateless._functional_call
 stateless._functional_call = _torch_calls
 
 
-# torch.utils.checkpoint calls them again too. Subclasses of three of its classes, in place of these, note when it begins
+# torch.utils.checkpoint calls them again too. Subclasses of three of its classes, in their place, note when it begins
 # which tensors are in modules. That is in the midst of a call, so this is right where :class:`Calls` has to refuse: for
 # several sets of tensors, for buffers that are half way (power iterations), and in whoever's backward pass.
 
