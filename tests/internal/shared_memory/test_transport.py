@@ -18,6 +18,7 @@ import torch
 
 import ltx
 from ltx.core.base.handed_in import HandedIn
+from ltx.core.comm.peers import Peers
 from ltx.core.comm.transport import progress_everywhere
 from ltx.shared_memory.chunks import CHUNK_BYTES, SMALL_BYTES
 from ltx.shared_memory.transport import NOTE_WORDS, SEGMENT_BYTES, SLOTS, SharedMemoryTransport
@@ -269,13 +270,18 @@ def trained(seed: int) -> list[list[float]]:
     return seen
 
 
-@pytest.mark.parametrize("handed_in", [True, False])
-def test_without_a_transport_all_goes_over_sockets(
-    started: Started, ranks: Ranks, seed: int, handed_in: bool, monkeypatch: Any
+#: What isn't handed in, and what the kernel has then.
+WITHOUT = {"nothing": {}, "transport": {"transport": lambda rank, exchange: None}, "peers": {"peers": Peers}}
+
+
+@pytest.mark.parametrize("what", WITHOUT)
+def test_without_what_is_handed_in_training_is_the_same(
+    started: Started, ranks: Ranks, seed: int, what: str, monkeypatch: Any
 ) -> None:
-    """The kernel trains to the same values, and knows no transport but the one that is handed in."""
-    if not handed_in:
-        monkeypatch.setattr(HandedIn, "transport", lambda rank, exchange: None)
-    world = started(2, lambda tell: (bucket_channel().transport is not None, trained(seed)))
+    """Without a transport all goes over sockets; without who knows the peers a rank knows as much as torch's DDP."""
+    for name, stub in WITHOUT[what].items():
+        monkeypatch.setattr(HandedIn, name, stub)
+    kinds = lambda on: (on.transport is not None, type(on.peers) is not Peers)  # noqa: E731
+    world = started(2, lambda tell: (kinds(bucket_channel()), trained(seed)))
     expected = ranks(2).run(trained, seed).replicated()
-    assert [world.told(rank) for rank in range(2)] == [(handed_in, expected)] * 2
+    assert [world.told(rank) for rank in range(2)] == [((what != "transport", what != "peers"), expected)] * 2
