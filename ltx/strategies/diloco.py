@@ -11,9 +11,10 @@ DiLoCo with overlapping communication", 2025, algorithm 2. With lr = 1 and mu = 
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import accumulate, count, pairwise
 
 import torch
 
@@ -284,12 +285,9 @@ def cut(sizes: Sequence[int], parts: int) -> list[range]:
     >>> cut([1, 1, 1, 9, 2, 2], 3)
     [range(0, 3), range(3, 4), range(4, 6)]
     """
-    runs, start = [], 0
-    for left in range(parts, 0, -1):
-        fair, end, held = sum(sizes[start:]) / left, start, 0
-        while end < len(sizes) - left + 1 and (end == start or left == 1 or held + sizes[end] / 2 <= fair):
-            held += sizes[end]
-            end += 1
-        runs.append(range(start, end))
-        start = end
-    return runs
+    middles = [end - size / 2 for end, size in zip(accumulate(sizes), sizes, strict=True)]
+    cuts = [0]
+    for part in range(1, parts):
+        fair = bisect(middles, sum(sizes) * part / parts)  # at most half a size off: so no sum is above mean + largest
+        cuts.append(min(max(fair, cuts[-1] + 1), max(len(sizes) - parts + part, cuts[-1])))
+    return [range(*run) for run in pairwise([*cuts, len(sizes)])]

@@ -154,7 +154,8 @@ class IssuedSummary:
 def end_pass(among: AxisComm, summary: IssuedSummary) -> StepSummary:
     """End a pass whose buckets are all complete or enqueued: check its step summary here or later."""
     if not summary.stays_on_device:
-        return summary.wait()
+        arrived, among.passes.counted = summary.wait(), ""  # the ranks agree: they have left a pass together, if any
+        return arrived
     among.unread = summary
     for group in [axis.user.stream_group for axis in among.peers.own.axes]:
         if group is not None:  # the host goes on from a pass whose collectives the device may not have completed
@@ -169,6 +170,7 @@ def read_last_summary(among: AxisComm) -> None:
     unread, among.unread = among.unread, None
     with among.passes.aborted_by(BaseException):
         unread.wait()
+    among.passes.counted = ""
 
 
 def begin_pass(

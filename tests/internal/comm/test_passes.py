@@ -20,6 +20,7 @@ from ltx.core import comm
 from ltx.core.comm.peers import BUCKETS
 from ltx.core.comm.store_exchange import StoreExchange
 from ltx.errors import LtxError, StepLeftOutError
+from ltx.hooks import from_functions
 from ltx.peers.watcher import Watcher
 from tests.kinds import OnNewAxis, Started, Tell
 from tests.train_on import raised_by
@@ -240,6 +241,19 @@ def test_who_has_left_a_step_with_all_others_waits_for_them(on_new_axis: OnNewAx
 
     for raised, waits in on_new_axis(run):
         assert (raised, waits) == (["BrokenError: bad batch"], True)
+
+
+def test_what_all_ranks_left_together_explains_no_later_disagreement(on_new_axis: OnNewAxis) -> None:
+    def run() -> tuple[str, str]:
+        no_message = from_functions(lambda vector: 1 // 0, lambda message, numel: message)
+        lost = raised_by(ltx.sync_gradients, torch.randn(8), ltx.DDPStrategy(comm_hook=no_message))
+        _gradient()
+        return lost, raised_by(ltx.all_gather, torch.ones(2 + int(ltx.axis_index())))
+
+    for lost, told in on_new_axis(run):  # through shared memory: nothing was sent before the hook raised
+        assert "division or modulo by zero" in lost
+        assert "rank 1: float32[3]" in told
+        assert "left" not in told
 
 
 @ON_BOTH
