@@ -1,4 +1,4 @@
-"""Pictures of measurements: `python docs/pictures/measured.py [NAME ...]`."""
+"""Pictures of measurements, and of what is computed from counts: `python docs/pictures/measured.py [NAME ...]`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
-from drawing import BLUE, INK, ORANGE, WIDTH, main
+from drawing import BLUE, GREEN, INK, ORANGE, RED, WIDTH, main
 from torch.nn.parallel import DistributedDataParallel
 
 import ltx
@@ -93,6 +93,27 @@ def published() -> None:
         axes.tick_params(labelsize=8)
         axes.set_xlabel(label, fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
+
+
+def scaling() -> None:
+    """The part of a step that computes against the number of ranks, computed from recorded collectives."""
+    from benchmarks import scaling as computed
+
+    ranks = sorted({*computed.RANKS, *(2**k for k in range(3, 14))})
+    _, axes = plt.subplots(figsize=(WIDTH, 4.0), layout="constrained")
+    colours = (ORANGE, ORANGE, ORANGE, INK, GREEN, BLUE, RED)
+    for (name, parts), colour in zip(computed.curves(ranks).items(), colours, strict=True):
+        style = ":" if "trees" in name else "--" if "61 MB" in name else "-"
+        axes.plot(ranks, [100 * part for part in parts], style, color=colour, linewidth=1.4, label=name)
+    axes.set_xscale("log")
+    axes.set_xticks(computed.RANKS, [f"{n:,}" for n in computed.RANKS])
+    axes.minorticks_off()
+    axes.tick_params(labelsize=8)
+    axes.set_ylim(0, 103)
+    axes.set_xlabel("ranks, in nodes of 8", fontsize=9)
+    axes.set_ylabel("part of a step that computes, %", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.figure.legend(loc="outside lower center", ncols=1, fontsize=8, frameon=False, labelcolor=INK)
 
 
 def model() -> torch.nn.Sequential:
@@ -184,4 +205,4 @@ def overlap() -> None:
 
 
 if __name__ == "__main__":
-    main({f.__name__: f for f in (hooks, published, overlap)})
+    main({f.__name__: f for f in (hooks, published, scaling, overlap)})
