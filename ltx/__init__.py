@@ -36,13 +36,15 @@ try:
     from ltx.peers.debug import debug_checks
     from ltx.peers.meeting import meet as _meet
     from ltx.peers.negotiation import Negotiation as _Negotiation
+    from ltx.peers.store_exchange import StoreExchange as _StoreExchange
     from ltx.runtime import launchers as _launchers
     from ltx.runtime.tracebacks import hide_ours
     from ltx.shared_memory.transport import open_transport
     from ltx.strategies import DDPStrategy
 
     _HandedIn.hooks, _HandedIn.strategy, _HandedIn.launchers = hooks, DDPStrategy(), _launchers
-    _HandedIn.meeting, _HandedIn.peers, _HandedIn.transport = _meet, _Negotiation, open_transport
+    _HandedIn.meeting, _HandedIn.exchange, _HandedIn.peers = _meet, _StoreExchange, _Negotiation
+    _HandedIn.transport = open_transport
 finally:
     if _collects:
         gc.enable()

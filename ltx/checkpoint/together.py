@@ -17,6 +17,7 @@ from ltx.core import comm
 from ltx.core.base.errors import message_of
 from ltx.core.ranks.axis import Axis
 from ltx.errors import CheckpointError, LtxError, UnsupportedError, WorldError
+from ltx.peers.store_exchange import StoreExchange
 
 T = TypeVar("T")
 
@@ -85,7 +86,7 @@ class Together:
             )
         self.size = found.size
         self.rank = 0 if self.comm is None else self.comm.rank
-        alone = comm.StoreExchange(HashStore(), 0, 1, 0.0, list)
+        alone = StoreExchange(HashStore(), 0, 1, 0.0, list)
         self._exchange = alone if self.comm is None else self.comm.peers.store_exchange
         self._places = self._exchange.new_place()
         self._at = 0  # the last place at which this rank has announced something

@@ -18,11 +18,12 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from ltx.core.base.errors import LtxError, PeerLostError, WorldError
 from ltx.core.comm.backends import HOST_BLOCKING, look_out, looking_out
 from ltx.core.comm.passes import Failed
-from ltx.core.comm.store_exchange import StoreExchange, poll_until
+from ltx.core.comm.transport import poll_until
 from ltx.core.world.world import Placement, World, process
 from ltx.peers.addresses import interfaces, is_loopback, open_store, own_address_towards
 from ltx.peers.diagnosis import INIT, Status, Watched, silent_of
 from ltx.peers.patient_store import TimeoutStore
+from ltx.peers.store_exchange import StoreExchange
 from ltx.peers.watcher import Watcher
 
 #: The key in the store of a world that is being made at which its ranks say that they have come.

@@ -2,7 +2,7 @@
 
 They open the axis together. A rank that waits asks now and then whether it would wait for ever: a peer has died, has
 left a pass, has ended, or waits for something else. It knows that from the ranks' records (:mod:`ltx.peers.watcher`),
-and from places in the store where ranks compare signatures before they issue (:mod:`ltx.core.comm.store_exchange`).
+and from places in the store where ranks compare signatures before they issue (:mod:`ltx.peers.store_exchange`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from ltx.core.comm.channel import Channel
 from ltx.core.comm.peers import BUCKETS, PATIENCE_S, Peers, under_way
 from ltx.core.comm.signature import Signature
 from ltx.core.comm.step_summary import Said
-from ltx.core.comm.store_exchange import EXCHANGES
 from ltx.peers.diagnosis import CHECKS, OPENED, Record, Status, describe_lost, diagnose, silent_of
+from ltx.peers.habit import Habit
 from ltx.peers.patient_store import TimeoutStore
 from ltx.peers.posts import Post, explain_apart, explain_mismatch, list_calls
+from ltx.peers.store_exchange import EXCHANGES, StoreExchange
 from ltx.peers.watcher import hold_watcher
 
 _CALLS = 1 << 32  # calls are numbered through all sessions of debug_checks; each session gets a range of this size
@@ -51,6 +52,7 @@ class Negotiation(Peers):
     """The other ranks of an axis: whether they live, and whether they agree."""
 
     axis: AxisComm
+    store_exchange: StoreExchange
 
     def __init__(self, axis: AxisComm, name: str | None, heartbeat_s: float):
         self._rank, self._ended, self.global_ranks = axis.rank, False, axis.global_ranks
@@ -184,6 +186,8 @@ class Negotiation(Peers):
             counts[channel.name] = (channel.begun, threads)
             counts[f"{channel.name}/compared"] = (channel.compared, threads)
         return {f"{self.label}/{key}": count for key, count in counts.items()}
+
+    habit = Habit
 
     # --- who is there
 

@@ -34,7 +34,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from ltx.core.base import kernel
 from ltx.core.base.errors import LtxError, RankMismatchError
 from ltx.core.comm.signature import list_values
-from ltx.core.comm.store_exchange import poll_until
+from ltx.core.comm.transport import poll_until
 from ltx.peers.diagnosis import INIT, RECORDS, Node, Record, Status, ThreadWait, Told, Watched, silent_of, stuck
 from ltx.peers.patient_store import ENDING_S, YIELD_S, StoreCaller
 

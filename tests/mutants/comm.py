@@ -93,12 +93,12 @@ MUTANTS = (
         "comm: nothing is looked for while a rank polls the store -> "
         "a rank that waits in the store for a peer that is gone waits for the timeout",
         At("poll_until", "while_waiting()", ""),
-        "tests/internal/comm/test_store_exchange.py",
+        "tests/internal/peers/test_store_exchange.py",
     ),
     Mutant(
         "comm: polling has no end -> a rank that waits in the store for one that never comes waits for ever",
         At("poll_until", "if now - began > timeout_s:\n    return ready()", ""),
-        "tests/internal/comm/test_store_exchange.py::test_who_doesnt_come_is_named_with_the_fix",
+        "tests/internal/peers/test_store_exchange.py::test_who_doesnt_come_is_named_with_the_fix",
     ),
     Mutant(
         "comm: a peer that came and went counts as lost -> a checkpoint fails whose ranks have all done their part",
@@ -107,7 +107,7 @@ MUTANTS = (
             "if (lost := [rank for rank in self._lost() if rank in ranks]) and not self.has(place, lost):",
             "if lost := [rank for rank in self._lost() if rank in ranks]:",
         ),
-        "tests/internal/comm/test_store_exchange.py::test_a_peer_that_came_and_went_has_come",
+        "tests/internal/peers/test_store_exchange.py::test_a_peer_that_came_and_went_has_come",
     ),
     Mutant(
         "comm: nobody looks for deadlocks -> ranks that wait for each other wait for the timeout",

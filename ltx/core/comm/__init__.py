@@ -40,4 +40,3 @@ from ltx.core.comm.step_summary import count_in_graph as count_in_graph
 from ltx.core.comm.step_summary import end_pass as end_pass
 from ltx.core.comm.step_summary import number_in_graph as number_in_graph
 from ltx.core.comm.step_summary import read_last_summary as read_last_summary
-from ltx.core.comm.store_exchange import StoreExchange as StoreExchange

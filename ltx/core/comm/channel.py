@@ -27,9 +27,15 @@ from ltx.core.comm import ledger
 from ltx.core.comm.backends import HostCopy, StreamGroup, is_of_network, is_out_of_memory, to_device
 from ltx.core.comm.operations import OPERATIONS, SUMMED, Arguments, as_bytes, as_it_is, bytes_sent, from_bytes
 from ltx.core.comm.peers import PATIENCE_S, Peers
-from ltx.core.comm.signature import RAISED, Agreement, Habit
-from ltx.core.comm.store_exchange import poll_until
-from ltx.core.comm.transport import Transport, TransportWork, any_transport_busy, progress_everywhere, wait_for
+from ltx.core.comm.signature import RAISED, Agreement
+from ltx.core.comm.transport import (
+    Transport,
+    TransportWork,
+    any_transport_busy,
+    poll_until,
+    progress_everywhere,
+    wait_for,
+)
 
 #: How to find the call in which ranks differ.
 WHICH_CALL = "Wrap the program in ltx.debug_checks() to see which call differs."
@@ -217,7 +223,7 @@ class Channel:
         self.size: int = self.group.size()
         self.threads: set[int] = set()
         #: Which calls follow which. Shared memory compares each call itself.
-        self.habit = Habit() if self.transport is None and self.size > 1 else None
+        self.habit = self.peers.habit() if self.transport is None and self.size > 1 else None
         self.works: WeakSet[Work] = WeakSet()
         #: The last agreements, for a peer that compares another signature (see Negotiation).
         self.recent: deque[tuple[int, Agreement]] = deque(maxlen=256)

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import partial
+from threading import Thread
 from typing import Any, ClassVar, Protocol
 from weakref import WeakValueDictionary
 
 import torch.distributed.distributed_c10d as c10d
 
 from ltx.core.base.errors import LtxError, RankMismatchError
+from ltx.core.base.handed_in import HandedIn
 from ltx.core.comm.signature import Signature
-from ltx.core.comm.store_exchange import StoreExchange
 
 #: A peer without a sign of life for this long counts as lost.
 DEFAULT_HEARTBEAT_S = 30.0
@@ -62,6 +63,21 @@ class OwnPart:
 own_parts: WeakValueDictionary[str, OwnPart] = WeakValueDictionary()
 
 
+class Exchange(Protocol):
+    """How ranks tell each other JSON values beside their collectives, at places that all of them name alike."""
+
+    begun: int  # how many places :meth:`new_place` has named
+
+    def new_place(self) -> str: ...  # the same on all ranks that have called this equally often
+    def announce(self, place: str, value: Any) -> None: ...  # without waiting
+    #: Every rank's value, once all have announced one; PeerLostError and CollectiveTimeoutError name `what` waits.
+    def exchange(self, place: str, value: Any, what: str, timeout_s: float | None = None) -> list[Any]: ...
+    def absent(self, place: str) -> list[int]: ...  # who hasn't announced anything there
+    def forget(self, place: str, ranks: Iterable[int] | None = None) -> None: ...
+    def hold(self, thread: Thread) -> None: ...  # which uses it: :meth:`finish` waits for its end
+    def finish(self) -> None: ...
+
+
 class Peers:
     """The other ranks of an axis, of which nothing is known but that they are there."""
 
@@ -82,7 +98,9 @@ class Peers:
         self.label = f"{of_ranks}/{whole.add(count, 1)}"
         self._uncount = partial(whole.add, count, -1)
         part, limit_s = asked(c10d.PrefixStore(f"{self.label}/", store)), axis.timeout.total_seconds()
-        self.store_exchange = StoreExchange(part, axis.rank, axis.size, limit_s, partial(self.gone, "left"))
+        self.store_exchange: Exchange = HandedIn.exchange(
+            part, axis.rank, axis.size, limit_s, partial(self.gone, "left")
+        )
 
     def meet(self) -> None:
         """Wait until all ranks have come to open the axis."""
@@ -98,6 +116,10 @@ class Peers:
 
     def begin(self) -> None:
         """This rank begins something new."""
+
+    def habit(self) -> Any:
+        """What tells which known calls of a channel ranks compare again, an ltx.peers.habit.Habit; None: none."""
+        return None
 
     def compare(self, channel: Any, signature: Signature, offer: Any) -> Any:
         """Raise on every rank unless all are about to issue `signature` on `channel`; rank 0's `offer`."""

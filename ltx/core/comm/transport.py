@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor, UntypedStorage
+
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0005, 0.05
 
 
 @dataclass(eq=False)
@@ -83,4 +85,29 @@ def wait_for(work: TransportWork, pause_s: float) -> bool:
             os.sched_yield()
         else:
             time.sleep(0.0001)
+    return True
+
+
+def poll_until(ready: Callable[[], bool], timeout_s: float, while_waiting: Callable[[], object] = lambda: None) -> bool:
+    """Call `ready` until it returns True; returns whether it did within `timeout_s`. Every wait for peers in the store
+    goes through here. The pauses between two calls double from 0.5 ms to 50 ms; in a long wait a pause is a twentieth
+    of the wait so far, up to a second: many ranks may wait at one store. Meanwhile this rank advances shared memory,
+    which peers may need before they can come, and every 50 ms calls `while_waiting`, which raises if that's in vain.
+    """
+    began = checked = asked = time.monotonic()
+    pause_s = _FIRST_PAUSE_S
+    while not ready():
+        while True:
+            now = time.monotonic()
+            if now - began > timeout_s:
+                return ready()
+            if now - checked >= _LAST_PAUSE_S:
+                while_waiting()
+                checked = now
+            if not progress_everywhere():
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+            if now - asked >= min((now - began) / 20, 1.0):
+                break
+        asked = now
     return True

@@ -24,8 +24,8 @@ from torch import Tensor
 import ltx
 from ltx.checkpoint import RESUMABLE, storage
 from ltx.checkpoint.together import Together
-from ltx.core.comm.store_exchange import StoreExchange
 from ltx.errors import CheckpointError, InputError, RankMismatchError, TreeError
+from ltx.peers.store_exchange import StoreExchange
 from tests import train_on
 from tests.kinds import OnNewAxis, Ranks, Started, Tell
 from tests.programs import begun, end, finished, of_torchrun

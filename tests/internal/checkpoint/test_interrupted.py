@@ -15,8 +15,8 @@ from torch import Tensor
 import ltx
 from ltx.checkpoint import directory, loading, saving, storage
 from ltx.checkpoint.together import Together
-from ltx.core.comm.store_exchange import StoreExchange
 from ltx.errors import CheckpointError, InputError, LtxError, PeerLostError
+from ltx.peers.store_exchange import StoreExchange
 from tests import train_on
 from tests.kinds import Ranks, Started
 

@@ -18,9 +18,9 @@ import torch
 import ltx
 from ltx.core import comm
 from ltx.core.comm.peers import BUCKETS
-from ltx.core.comm.store_exchange import StoreExchange
 from ltx.errors import LtxError, StepLeftOutError
 from ltx.hooks import from_functions
+from ltx.peers.store_exchange import StoreExchange
 from ltx.peers.watcher import Watcher
 from tests.kinds import OnNewAxis, Started, Tell
 from tests.train_on import raised_by

@@ -24,11 +24,11 @@ import torch.distributed as dist
 import ltx
 from ltx import World, init, shutdown, to_device, world
 from ltx.core.comm import backends
-from ltx.core.comm.store_exchange import StoreExchange
 from ltx.core.ranks.axis import axes_in_scope
 from ltx.core.world import init as world_init
 from ltx.errors import WorldError
 from ltx.peers import meeting
+from ltx.peers.store_exchange import StoreExchange
 from ltx.runtime.launchers import LAUNCHERS, placement_beside_group
 from tests.forks import free_port, open_now, settles
 from tests.internal.runtime.test_launchers import openmpi

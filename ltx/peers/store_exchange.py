@@ -1,4 +1,4 @@
-"""The exchange of values between an axis' ranks through the store, and the one loop in which a rank waits for them.
+"""The exchange of values between an axis' ranks through the store.
 
 The store is out of band: nothing here goes over a channel, so it mixes with no collective, and any thread may use it.
 Values are JSON. A rank announces a value at a place, a name that all ranks use for the same thing.
@@ -8,44 +8,16 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from ltx.core.base.errors import CollectiveTimeoutError, PeerLostError
 from ltx.core.comm.backends import look_out
-from ltx.core.comm.transport import progress_everywhere
+from ltx.core.comm.transport import poll_until
 
 #: The prefix of the places that :meth:`StoreExchange.new_place` returns.
 EXCHANGES = "exchanges"
-
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0005, 0.05
-
-
-def poll_until(ready: Callable[[], bool], timeout_s: float, while_waiting: Callable[[], object] = lambda: None) -> bool:
-    """Call `ready` until it returns True; returns whether it did within `timeout_s`. Every wait for peers in the store
-    goes through here. The pauses between two calls double from 0.5 ms to 50 ms; in a long wait a pause is a twentieth
-    of the wait so far, up to a second: many ranks may wait at one store. Meanwhile this rank advances shared memory,
-    which peers may need before they can come, and every 50 ms calls `while_waiting`, which raises if that's in vain.
-    """
-    began = checked = asked = time.monotonic()
-    pause_s = _FIRST_PAUSE_S
-    while not ready():
-        while True:
-            now = time.monotonic()
-            if now - began > timeout_s:
-                return ready()
-            if now - checked >= _LAST_PAUSE_S:
-                while_waiting()
-                checked = now
-            if not progress_everywhere():
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LAST_PAUSE_S)
-            if now - asked >= min((now - began) / 20, 1.0):
-                break
-        asked = now
-    return True
 
 
 class StoreExchange:

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ltx.core.comm import StoreExchange, backends, store_exchange
-from ltx.core.comm.store_exchange import poll_until
+from ltx.core.comm import backends, transport
+from ltx.core.comm.transport import poll_until
 from ltx.errors import CollectiveTimeoutError, PeerLostError
+from ltx.peers.store_exchange import StoreExchange
 from tests.train_on import refuses, said
 
 SIZE = 3
@@ -94,7 +95,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(store_exchange, "time", made)
+    monkeypatch.setattr(transport, "time", made)
     return made
 
 
@@ -118,7 +119,7 @@ def test_a_transport_with_work_is_advanced_without_a_pause(clock: Clock, monkeyp
         clock.now += 1 / 64
         return clock.now < 0.3
 
-    monkeypatch.setattr(store_exchange, "progress_everywhere", progress)
+    monkeypatch.setattr(transport, "progress_everywhere", progress)
     assert not poll_until(lambda: False, 0.21, lambda: looks.append(clock.now))
     assert (clock.pauses, looks) == ([], [4 / 64, 8 / 64, 12 / 64])
 
