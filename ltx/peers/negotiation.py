@@ -62,7 +62,7 @@ class Negotiation(Peers):
         asked = partial(TimeoutStore, caller=self.watcher.store_caller)
         super().__init__(axis, name, heartbeat_s, self.watcher.store, asked)
         self._store = self.store_exchange
-        self._at = ""  # the place at which this rank has waited long enough to tell its peers
+        self.waits = self.deadlocks.waits
         self._gone = ""  # what :meth:`_missing` has found
         self._answered: set[str] = set()
         self._looked: tuple[object, ...] = ()  # the wait and the records of the last search
@@ -122,7 +122,7 @@ class Negotiation(Peers):
 
     def status(self) -> Status:
         passes, issued = self.axis.passes, {channel.name: channel.begun for channel in self.axis.channels}
-        return Status(self._at, passes.raised, passes.failed, self._ended, issued)
+        return Status(self.at, passes.raised, passes.failed, self._ended, issued)
 
     def look_after_device(self) -> None:
         """As :meth:`Watched.look_after_device`. Without the store only rank 0, which held it, is known to be gone."""
@@ -140,12 +140,11 @@ class Negotiation(Peers):
 
     def begin(self) -> None:
         """Clear the place where this rank failed, since it begins something new, and peers may find it there."""
-        if self._at:
-            self._wait_at("")
+        self._wait_at("")
 
     def _wait_at(self, place: str) -> None:
-        if place != self._at:
-            self._at = place
+        if place != self.at:
+            self.at = place
             self.watcher.tell(wait=not place)
 
     def records(self, now: bool = False) -> dict[int, Record]:

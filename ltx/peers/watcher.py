@@ -344,7 +344,7 @@ class Deadlocks:
     def __init__(self, watcher: Watcher, rank: int):
         self._watcher, self._rank = watcher, rank
         self._serials = count()
-        self._waits: dict[int, ThreadWait] = {}
+        self.waits: dict[int, ThreadWait] = {}
         self._looked_s: dict[int, float] = {}
         #: By thread, a deadlock that was seen once: the waits of its threads, and the beats of its ranks at that time.
         self._suspected: dict[int, tuple[dict[Node, int], dict[int, float]]] = {}
@@ -357,7 +357,7 @@ class Deadlocks:
     def told(self) -> Told:
         """The threads' part of the record; empty unless a thread has waited for long."""
         # Read the waits before the counts, so that counts may be newer than the waits, but never older.
-        waits = list(self._waits.values())
+        waits = list(self.waits.values())
         if not waits and self._found is None:
             return Told()
         alive = set(sys._current_frames())
@@ -377,12 +377,12 @@ class Deadlocks:
     def check(self, key: str, number: int, ranks: list[int], describe: Callable[[], str]) -> None:
         """Called now and then by a thread that has waited long: RankMismatchError on all ranks that wait for ever."""
         thread, now = threading.get_ident(), time.monotonic()
-        wait = self._waits.get(thread)
+        wait = self.waits.get(thread)
         if wait is None or (wait.key, wait.number) != (key, number):
             self._suspected.pop(thread, None)
             self._found = None
             wait = ThreadWait(thread, next(self._serials), key, number, ranks, describe())
-            self._waits[thread] = wait
+            self.waits[thread] = wait
             self._watcher.tell()
         elif now - self._looked_s.get(thread, 0.0) < _PAUSE_S:
             return
@@ -406,8 +406,8 @@ class Deadlocks:
             self._watcher.refresh = True
 
     def done(self) -> None:
-        if self._waits:
-            self._waits.pop(threading.get_ident(), None)
+        if self.waits:
+            self.waits.pop(threading.get_ident(), None)
 
     def _all_told(self, ranks: Iterable[int]) -> tuple[dict[int, Told], dict[int, float]]:
         """The waits of `ranks`, of the ranks that they wait for, and so on; and the beats of these records."""

@@ -27,7 +27,7 @@ MUTANTS = (
     ),
     Mutant(
         "comm: tags aren't compared -> ranks that issue different things in shared memory add them up",
-        At("SharedMemoryTransport._reduce", "|= len({words[TAGS + slot] for words in self._counters}) > 1", "|= False"),
+        At("SharedMemoryTransport._reduce", "|= len({*map(itemgetter(TAGS + slot), self._counters)}) > 1", "|= False"),
         "tests/contract/comm/test_axis_comm.py::test_known_collectives_in_swapped_order_are_refused_by_shared_memory",
     ),
     Mutant(

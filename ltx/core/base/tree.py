@@ -38,6 +38,14 @@ unflatten: Callable[[Any, Iterable[Any]], Tree] = optree.tree_unflatten
 _flatten: Callable[..., tuple[list[Any], Any]] = optree.tree_flatten
 
 
+def at_places(values: Sequence[Any], places: Sequence[int], others: Iterable[Any]) -> list[Any]:
+    """A copy of `values` as a list, with `others` at `places`."""
+    filled = list(values)
+    for place, other in zip(places, others, strict=True):
+        filled[place] = other
+    return filled
+
+
 def flatten(tree: Tree) -> tuple[list[Any], Any]:
     """The leaves, in the order of sorted dict keys, and the structure for :func:`unflatten`.
 

@@ -9,14 +9,14 @@ in front. A nonlinear collective is a rule too; its `weights` define the sum ove
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress, repeat
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from ltx.core.base import private, traced
+from ltx.core.base import private, traced, tree
 from ltx.core.base.errors import CollectiveError, UnsupportedError
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import Rule as Rule
@@ -24,14 +24,6 @@ from ltx.core.ranks.backings import Static as Static
 from ltx.core.ranks.batched import in_front
 
 RULES: dict[str, Rule] = {}
-
-
-def at_places(values: Sequence[Any], places: Sequence[int], others: Iterable[Any]) -> list[Any]:
-    """A copy of `values` as a list, with `others` at `places`."""
-    filled = list(values)
-    for place, other in zip(places, others, strict=True):
-        filled[place] = other
-    return filled
 
 
 def add_rule(name: str, **fields: Any) -> None:
@@ -170,7 +162,7 @@ def _batched_anew(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
             "a collective or data-parallel step inside several vectorised calls of torch.autograd, one in another. Use "
             "torch.func.jacrev and torch.func.jacfwd, which nest."
         )
-    results = torch.vmap(lambda *xs: fn(*at_places(args, places, xs)), randomness="different")(*stacks)
+    results = torch.vmap(lambda *xs: fn(*tree.at_places(args, places, xs)), randomness="different")(*stacks)
     # torch needs tangents whose batch dimension is the first in memory.
     if isinstance(results, torch.Tensor):
         return private.into_autograd_vmap(results.contiguous(), 0, level)

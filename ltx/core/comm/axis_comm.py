@@ -207,8 +207,10 @@ class AxisComm(Ranks):
 
     def _begin_call(self, what: Callable[[], str]) -> None:
         self.check_usable()
-        self.peers.begin()
-        refuse_script()
+        if self.peers.at:
+            self.peers.begin()
+        if private.script_state() is not None:
+            refuse_script()
         if private.capturing():
             raise UnsupportedError(
                 f"rank {self.rank}: {what()} on axis {self.name!r} was called in the capture of a CUDA graph. ltx "

@@ -106,7 +106,8 @@ class Work:
                 try:
                     self._pass(work, began) if isinstance(work, TransportWork) else self._block(work, self._begun_s)
                 finally:
-                    self._channel.peers.done()
+                    if (peers := self._channel.peers).waits:
+                        peers.done()
                 if self._event is not None:
                     now = time.perf_counter()
                     self._event.waited_s, self._event.completed_s = now - began, self._event.completed_s or now
@@ -189,7 +190,7 @@ class Work:
                 "collective here, or the same ones in another order. Nothing of it was used. "
                 f"{channel.peers.why('refused') or WHICH_CALL}"
             )
-        self.total, self.note = work.total, work.note
+        self.total, self.note = None if work.sums is None else work.total, work.note
 
 
 _DIGEST_PRIME = (1 << 61) - 1

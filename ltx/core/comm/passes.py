@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 
 from ltx.core.base import errors, private
 from ltx.core.base.traced import TracedValueError
@@ -24,6 +25,7 @@ from ltx.core.comm.peers import OfAxis
 from ltx.core.comm.signature import RAISED
 
 _FORWARD = "a forward pass"
+_ISSUED = attrgetter("user.issued")
 
 
 @dataclass(frozen=True)
@@ -164,8 +166,7 @@ class Passes:
         return task >= 0 and any(entered.task == task and not entered.is_done for entered in self._under_way)
 
     def _calls(self) -> int:
-        issued: list[int] = [axis.user.issued for axis in self._own.axes]
-        return sum(issued, int(self._comm.first_phase.issued))
+        return int(sum(map(_ISSUED, self._own.axes), self._comm.first_phase.issued))
 
     def leave(self, why: BaseException | str, sent: int, what: str = "") -> None:
         """Leave a step or pass, before which this rank had `sent` so many collectives, because of an exception."""

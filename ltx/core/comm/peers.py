@@ -82,6 +82,8 @@ class Peers:
     """The other ranks of an axis, of which nothing is known but that they are there."""
 
     replayed: ClassVar[bool] = False  # they aren't there, and what they once sent is recorded
+    at: str = ""  # the place at which this rank has told that it waits: :meth:`begin` ends that
+    waits: Any = ()  # of this rank's threads, those that it has told of: :meth:`done` ends the thread's
 
     def __init__(
         self, axis: OfAxis, name: str | None, heartbeat_s: float, store: Any = None, asked: Any = lambda store: store

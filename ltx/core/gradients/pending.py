@@ -316,9 +316,7 @@ class ProcessSchedule(Schedule):
     threaded = False
 
     def __init__(self, plan: Plan, deferred: bool = False):
-        super().__init__(plan)
-        assert plan.axis.comm
-        self.fenced = not deferred
+        self.plan, self.fenced = plan, not deferred
         self.comm: comm.AxisComm = plan.axis.comm
         self.late: Any = None  # gives ``[*gradients, *states]`` of a bucket to which a deferred pass hasn't come
         #: Makes the program of a bucket whose gradients are ready; :meth:`program` if None.

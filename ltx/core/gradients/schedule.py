@@ -34,15 +34,16 @@ class Schedule(ABC):
     compiled = False  # the schedule is part of a compiled graph
     fenced = True  # the backward pass has a fence, which waits for the reductions
 
+    #: This backward pass goes through another derivative: an earlier backward pass, or one of a transform inside of
+    #: its own. Derivatives of derivatives are reduced exactly: by the sum that the hook counts as, not by the hook.
+    again = False
+    task = -1  # the id of autograd's run of the last backward pass
+    innermost = 0.0  # the innermost level of transforms that differentiates the step; 0 is plain autograd
+    #: Called when a backward pass has begun: a digest of the unreduced gradients in ``.grad``, which ranks compare.
+    unreduced: Callable[[], str] = str
+
     def __init__(self, plan: Plan):
         self.plan = plan
-        #: This backward pass goes through another derivative: an earlier backward pass, or one of a transform inside of
-        #: its own. Derivatives of derivatives are reduced exactly: by the sum that the hook counts as, not by the hook.
-        self.again = False
-        self.task = -1  # the id of autograd's run of the last backward pass
-        self.innermost = 0.0  # the innermost level of transforms that differentiates the step; 0 is plain autograd
-        #: Called when a backward pass has begun: a digest of the unreduced gradients in ``.grad``, which ranks compare.
-        self.unreduced: Callable[[], str] = str
 
     def hook_of(self, bucket: Bucket | None = None) -> CommHook:
         """The hook that this pass applies to a bucket, or to all buckets."""

@@ -21,7 +21,7 @@ from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import checked, whole
 from ltx.core.base.errors import StepError, UnsupportedError
 from ltx.core.collectives import ranks as batches
-from ltx.core.collectives.linear import Function, at_places
+from ltx.core.collectives.linear import Function
 from ltx.core.collectives.reduce import wide
 from ltx.core.gradients.marker import ACCUMULATE_PRIORITY, raise_priority
 from ltx.core.gradients.planning import tracked
@@ -175,7 +175,7 @@ class _Call:
         parts: list[_Part] = []
 
         def total(*wanted: torch.Tensor) -> torch.Tensor:
-            leaves = at_places(self.leaves, self._positions, at_places(tensors, self.wanted, wanted))
+            leaves = tree.at_places(self.leaves, self._positions, tree.at_places(tensors, self.wanted, wanted))
             parts.append(self.run(leaves, range(k, k + 1), carry))
             return parts[-1].total
 
@@ -228,14 +228,14 @@ class MicroBatches(Function):
             cotangents = [torch.zeros_like(g) if ct is None else ct for ct, g in zip(others, grads, strict=False)]
 
             def gradient(*wanted: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                return call(at_places(tensors, call.wanted, wanted))[1 : 1 + len(wanted)]
+                return call(tree.at_places(tensors, call.wanted, wanted))[1 : 1 + len(wanted)]
 
             with drawn_again(call.drawn):
                 pull = torch.func.vjp(gradient, *(tensors[i].to(wide(tensors[i].dtype)) for i in call.wanted))[1]
             again = pull(tuple(cotangents))
             found = [h if g is None else g + h for g, h in zip(found, again, strict=True)]
         rounded = [None if g is None else g.to(tensors[i].dtype) for i, g in zip(call.wanted, found, strict=True)]
-        return (None, *at_places([None] * ctx.inputs, call.wanted, rounded))
+        return (None, *tree.at_places([None] * ctx.inputs, call.wanted, rounded))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], call: _Call, *tensors: torch.Tensor) -> tuple[Any, Any]:

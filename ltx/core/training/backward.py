@@ -14,7 +14,6 @@ import torch
 from ltx.core import collectives, comm
 from ltx.core.base import private, tree
 from ltx.core.base.errors import StepError, UnusedParameterWarning, no_mean
-from ltx.core.collectives.psum import is_one
 from ltx.core.collectives.reduce import unusable
 from ltx.core.gradients.buffers import unpack
 from ltx.core.gradients.marker import Marker
@@ -57,7 +56,7 @@ class Backward(NamedTuple):
         and so gives each gradient its parameter's memory layout, which kernels need, while it is in the cache.
         """
         total = self.total
-        if not is_one(self.loss_scale):
+        if isinstance(self.loss_scale, torch.Tensor) or self.loss_scale != 1:
             with torch.enable_grad():
                 total = total * self.loss_scale
         return total if total.requires_grad and (self.inputs or self.run.own) else None
@@ -93,7 +92,8 @@ class Backward(NamedTuple):
         if divisor is not None:
             # In float32 at least: float16 can't represent 100,000, and bfloat16 can't represent 1,025.
             grads = [(g.to(torch.promote_types(g.dtype, divisor.dtype)) / divisor).to(g.dtype) for g in grads]
-        return grads if is_one(self.loss_scale) else [g * (1 / self.loss_scale) for g in grads]
+        scaled = isinstance(self.loss_scale, torch.Tensor) or self.loss_scale != 1
+        return [g * (1 / self.loss_scale) for g in grads] if scaled else grads
 
     def look(self, members: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
         """Remove the parameters at the places `members` from :attr:`unused` if their `grads` aren't zero."""
@@ -188,7 +188,7 @@ class _Completion:
         self._factor: float | torch.Tensor = 1.0  # of reduced gradients
 
     def _scale(self, grads: Sequence[torch.Tensor]) -> None:
-        if not is_one(self._factor):
+        if isinstance(self._factor, torch.Tensor) or self._factor != 1:
             torch._foreach_mul_(list(grads), self._factor)
 
     def _begin_update(self, bucket: Bucket, grads: Sequence[torch.Tensor]) -> None:
@@ -221,7 +221,7 @@ class CollectGradients(_Completion):
         # If the sum of the unscaled gradients is finite, so is the sum after a factor of at most 1.
         known = not isinstance(self._factor, torch.Tensor) and abs(self._factor) <= 1
         total = self._schedule.total(bucket) if self._work.guarded and known else None
-        if not is_one(self._factor):
+        if isinstance(self._factor, torch.Tensor) or self._factor != 1:
             flat.mul_(self._factor)
         if total is not None:
             self._sums.append(total)

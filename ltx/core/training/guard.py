@@ -20,7 +20,7 @@ from ltx.core.base.private import Tensors
 from ltx.core.gradients.buffers import prefers_few_calls
 from ltx.core.gradients.comm_hook import EXACT
 from ltx.core.optim import TorchState, grad_norm
-from ltx.core.training.outputs import Batch, arguments_of, outputs_of
+from ltx.core.training.outputs import Batch, outputs_of
 from ltx.core.training.settings import TrainSettings
 from ltx.core.training.train_state import LossScale, Metrics, TrainState, drawn_again
 from ltx.core.transforms.grad import gradients
@@ -87,7 +87,8 @@ def _own_gradients(train: TrainSettings, state: TrainState, batch: Batch, info: 
     leaves, spec = tree.flatten(state.trained)
 
     def loss(leaves: Tensors) -> torch.Tensor:
-        arguments = arguments_of(tree.unflatten(spec, leaves), state.buffers, batch)
+        buffers = () if state.buffers is None else (state.buffers,)
+        arguments = tree.unflatten(spec, leaves), *buffers, *batch.args
         run = local.run(arguments, batch.named, CallOptions(step=info.step, frozen=state.frozen))
         own.extend(run.own)
         found, *_ = outputs_of(run, state.buffers, train.has_aux)

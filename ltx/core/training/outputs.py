@@ -28,10 +28,6 @@ class Batch(NamedTuple):
     named: dict[str, Any]
 
 
-def arguments_of(params: Tree, buffers: Tree, batch: Batch) -> tuple[Any, ...]:
-    return (params, *batch.args) if buffers is None else (params, buffers, *batch.args)
-
-
 def check_call(fn: Step, buffers: Tree, batch: Batch) -> None:
     """Raise if the user's step can't be called with these arguments, but could be with, or without, buffers."""
     step = getattr(fn, "fn", fn)  # the user's function inside GivenGradients

@@ -27,7 +27,7 @@ from ltx.core.optim.base import Prepared, Update, chosen
 from ltx.core.optim.from_torch import TorchOptimizer
 from ltx.core.training import backward, guard
 from ltx.core.training.backward import Backward, BackwardResult
-from ltx.core.training.outputs import Batch, arguments_of, outputs_of
+from ltx.core.training.outputs import Batch, outputs_of
 from ltx.core.training.resolved import Resolved
 from ltx.core.training.settings import TrainSettings
 from ltx.core.training.train_state import Metrics, TrainState, hand_over, torch_states
@@ -71,18 +71,22 @@ class Step:
         try:
             with self.updating():
                 updated, rates, module = self.update(done, states, finite), None, None
-                sync, was, layout = state.held_sync_state, state.layout, train.step.strategy.layout
+                was, layout, loss_scale = state.layout, train.step.strategy.layout, state.held_loss_scale
+                sync, now = state.held_sync_state, self.info.step
                 if traced.recording():  # the structure keeps its step and module, or each call would compile anew
-                    module, sync = state.module, SyncState(updated.states, sync.uses, self.clock, sync.step)
+                    module, clock, now, step = state.module, self.clock, sync.step, traced.one_more(state.step)
                 else:
-                    sync = sync.advanced(updated.states, self.info.step)
                     rates = train.step.strategy.rates(train.optimizer, state.held_opt_state, self.info.axis)
+                    clock = sync.clock if now == sync.step else torch.zeros_like(sync.clock)  # it is at 0
+                    now, step = now + 1, state.step + 1
                 metrics = Metrics(loss, aux, rates=rates)
-                metrics, loss_scale = guard.measured(train, state, updated.opt_state, metrics, finite)
+                if finite is not None or self.prepared is None:
+                    metrics, loss_scale = guard.measured(train, state, updated.opt_state, metrics, finite)
                 if layout != was:  # the state held the whole optimizer state, or a program has made it
                     was = replace(was, params=layout.params, opt_state=layout.opt_state, sync_state=layout.sync_state)
-                parts, step = (updated.params, buffers, updated.opt_state, sync), traced.one_more(state.step)
-                following = TrainState(*parts, step, was, loss_scale, updated.pending, state.frozen, module=module)
+                sync = SyncState(updated.states, sync.uses, clock, now)
+                parts = updated.params, buffers, updated.opt_state, sync, step, was, loss_scale, updated.pending
+                following = TrainState(*parts, state.frozen, module, [None])
                 self.commit(updated, following)
         except BaseException as error:
             self.failed(done, error)
@@ -109,7 +113,8 @@ class Step:
         """The user's step on the parameters `given`: (run, (loss, buffers, aux)). `calls` records functional calls."""
         buffers, strategy = self.state.held_buffers, self.train.step.strategy
         with calls or comm.NOTHING:
-            run = self.train.step.run(arguments_of(given, buffers, self.batch), self.batch.named, options)
+            args = (given, *self.batch.args) if buffers is None else (given, buffers, *self.batch.args)
+            run = self.train.step.run(args, self.batch.named, options)
         outputs = outputs_of(run, buffers, self.train.has_aux, self.detached)
         if isinstance(outputs[0], Weighted):
             require("weighted, strategy", strategy, "", self.info.step)

@@ -16,7 +16,6 @@ from ltx.core import comm
 from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import checked
 from ltx.core.base.errors import StepError, SyncStateError
-from ltx.core.collectives.linear import at_places
 from ltx.core.gradients import marker
 from ltx.core.gradients.comm_hook import shared_part
 from ltx.core.gradients.pending import ProcessSchedule
@@ -121,7 +120,7 @@ class DataParallel(StepSettings):
         if options.frozen is not None:
             given = tree.filled(given, options.frozen)
         places, values = ([self.argnums], [given]) if isinstance(self.argnums, int) else (self.argnums, given)
-        args = tuple(at_places(args, places, values))
+        args = tuple(tree.at_places(args, places, values))
         own: Sequence[torch.Tensor] = ()
         made: int | None = None
         if recorded:
@@ -145,7 +144,8 @@ class DataParallel(StepSettings):
                         own = own_leaves(self.fn, output, marked.leaves, held, made)
         if options.deferred and not options.step:
             calls.refuse_backward(marked.inputs or leaves, marked.inputs and marked.schedule)
-        calls.refuse_gradients(output, leaves, spec)
+        if not isinstance(output, torch.Tensor) or output.ndim:  # it isn't a loss
+            calls.refuse_gradients(output, leaves, spec)
         if marked.inputs is not None and options.step is None:
             output = calls.reaching(output, marked.leaves)
         mean = self.outputs == "mean" and not self.blocked

@@ -172,10 +172,10 @@ def _merged(given: Any) -> dict[str, torch.Tensor]:
     if hasattr(given, "params") and hasattr(given, "buffers"):  # a train state
         given = given.params if given.buffers is None else (given.params, given.buffers)
     dicts = [given] if isinstance(given, Mapping) else given
-    if not (isinstance(dicts, Sequence) and all(isinstance(d, Mapping) for d in dicts)):
-        raise TreeError(f"functional_call takes a dict of tensors or a tuple of such dicts, got {brief(given)}.")
     merged: dict[str, torch.Tensor] = {}
-    for part in dicts:
+    for part in dicts if isinstance(dicts, Sequence) else [None]:
+        if not isinstance(part, Mapping):
+            raise TreeError(f"functional_call takes a dict of tensors or a tuple of such dicts, got {brief(given)}.")
         for name, tensor in part.items():
             if not isinstance(name, str):
                 raise TreeError(f"functional_call: names are strings, got {brief(name)}.")

@@ -21,7 +21,7 @@ from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import checked, outcome
 from ltx.core.base.errors import StepError, UnsupportedError
 from ltx.core.base.private import Tensors
-from ltx.core.collectives.linear import Function, at_places
+from ltx.core.collectives.linear import Function
 from ltx.core.gradients.marker import can_raise_priority
 from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.planning import in_step, requires_grad, tracked
@@ -85,7 +85,7 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
         if sync_state is not None:
             check_state(sync_state)
         if isinstance(argnums, int) and not recording and flat[0] and _is_plain(step, argnums, args):
-            others = tree.flatten((at_places(args, [argnums], [None]), kwargs))[0]
+            others = tree.flatten((tree.at_places(args, [argnums], [None]), kwargs))[0]
             if not requires_grad([*flat[0], *others]):
                 options = step.deferred(flat, 0 if sync_state is None else sync_state.checked_step())
                 axis = None if options else comm.resolve(step.axis)
@@ -99,12 +99,12 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
             if not isinstance(argnums, int):
                 raise StepError(f"a communication state goes with one argument of parameters, got argnums={argnums}.")
             sync_state.checked_step()  # raises for a state that was used before
-            given = at_places(args, [argnums], [Synced(args[argnums], sync_state)])
+            given = tree.at_places(args, [argnums], [Synced(args[argnums], sync_state)])
         flats = [tree.flatten(given[n]) for n in numbers]  # torch.func takes None for a leaf, and not for an empty node
 
         def of_leaves(lists: list[list[torch.Tensor]]) -> Any:
             trees = [tree.unflatten(spec, leaves) for leaves, (_, spec) in zip(lists, flats, strict=True)]
-            return checked_output(step(*at_places(given, numbers, trees), **kwargs))
+            return checked_output(step(*tree.at_places(given, numbers, trees), **kwargs))
 
         lists, value = own_grad_and_value(of_leaves, has_aux=has_aux)([leaves for leaves, _ in flats])
         grads = tuple(tree.unflatten(spec, leaves) for leaves, (_, spec) in zip(lists, flats, strict=True))
@@ -159,7 +159,7 @@ def _by_plain_autograd(
     inputs = [] if options else [x.detach().requires_grad_() for x in leaves]
     params = args[at] if options else tree.unflatten(spec, inputs)
     given = params if state is None else Synced(params, state)
-    filled = args if given is args[at] else at_places(args, [at], [given])
+    filled = args if given is args[at] else tree.at_places(args, [at], [given])
     calls, closes = Calls(), False
     with comm.span("forward"), torch.enable_grad(), watch_for_traced_values(step.fn), calls.recorded():
         before = private.nodes_made()
@@ -252,7 +252,7 @@ class Call:
         """Run the step on plain leaves; return the outputs that have a gradient."""
         wanted = (self.leaves[i].requires_grad for i in self.wrapped)
         self.inputs = [t.detach().requires_grad_(w) for t, w in zip(tensors, wanted, strict=True)]
-        args, kwargs = tree.unflatten(self.spec, at_places(self.leaves, self.wrapped, self.inputs))
+        args, kwargs = tree.unflatten(self.spec, tree.at_places(self.leaves, self.wrapped, self.inputs))
         # Below a transform inference mode is still on, though torch says that it isn't: autograd would record nothing.
         plain, step = torch.inference_mode(False), self.step
         allowed, watched = checkpoints_allowed(), watch_for_traced_values(step.fn)
@@ -381,4 +381,4 @@ def call_below(step: Any, leaves: list[Any], spec: Any) -> Any:
     outputs = Below.apply(call, *map(leaves.__getitem__, call.wrapped))
     if not call.outputs:
         raise StepError("the step returned no floating or complex tensor that depends on its parameters.")
-    return tree.unflatten(call.result_spec, at_places(call.constants, call.differentiable, outputs))
+    return tree.unflatten(call.result_spec, tree.at_places(call.constants, call.differentiable, outputs))

@@ -16,7 +16,6 @@ from ltx.core.base.errors import SyncStateError, UnsupportedError
 from ltx.core.base.needs import require
 from ltx.core.base.private import Tensors, unwrapped
 from ltx.core.collectives.calls import check_dense, check_sums
-from ltx.core.collectives.linear import at_places
 from ltx.core.collectives.psum import is_sparse, psum_sparse, split_sparse
 from ltx.core.gradients import marker, planning
 from ltx.core.gradients.comm_hook import EXACT, CommHook, counts_as, shared_part, stateful_hook
@@ -161,9 +160,9 @@ def mark(
         schedule.unreduced = functools.partial(_unreduced, sharing, leaves, shared, paths)
     if isinstance(schedule, ProcessSchedule) and deferred:
         given, inputs = marker.defer(schedule, mine, tensors)
-        return Marked(at_places(leaves, wanted, given), None, schedule, inputs)
+        return Marked(tree.at_places(leaves, wanted, given), None, schedule, inputs)
     marked, tokens = marker.put_on(schedule, mine, tensors)
-    filled = marked if len(mine) == len(leaves) else at_places(leaves, wanted, marked)
+    filled = marked if len(mine) == len(leaves) else tree.at_places(leaves, wanted, marked)
     carried = {paths()[i] for i in wanted} if sync_state is not None else set()
     kept = kept_beside(sync_state, carried, hook.state_names)
     return Marked(filled, lambda outs: marker.tie(schedule, tokens, outs, kept), schedule)
@@ -243,7 +242,7 @@ def mark_in_graph(
     def tie(tied: list[torch.Tensor]) -> list[torch.Tensor]:
         return list(_tie_node(key, len(tokens), len(kept), *tokens, *before, *after, *tied))
 
-    return Marked(at_places(leaves, wanted, outs[: len(wanted)]), tie)
+    return Marked(tree.at_places(leaves, wanted, outs[: len(wanted)]), tie)
 
 
 @checked("strategy")
@@ -297,7 +296,7 @@ def sync_gradients(
     if compiling:
         key, _ = prepare_trace(strategy, axis, 0, False)
         given = list(reduce_in_graph(key, tuple(arrival()), tuple(paths), *mine)) if key and mine else mine
-        return tree.unflatten(spec, at_places(leaves, wanted, given)), sync_state
+        return tree.unflatten(spec, tree.at_places(leaves, wanted, given)), sync_state
     step = 0 if sync_state is None else sync_state.checked_step()
     hook = hook_of_plain(strategy, step)
     if hook is None or not mine:
@@ -316,7 +315,7 @@ def sync_gradients(
         for path, own, tensors in zip(paths, names, advanced, strict=True):
             after.get(path, {}).update(zip(own, tensors, strict=True))
         sync_state = sync_state.advanced(after)
-    return tree.unflatten(spec, at_places(leaves, wanted, reduced)), sync_state
+    return tree.unflatten(spec, tree.at_places(leaves, wanted, reduced)), sync_state
 
 
 def _with_sparse(grads: Tree, strategy: Strategy, state: SyncState | None, axis: Any) -> tuple[Tree, SyncState | None]:

@@ -15,7 +15,6 @@ from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import brief, check_fields, is_number
 from ltx.core.base.errors import StepError, StrategyError, no_mean
 from ltx.core.base.readable import Readable
-from ltx.core.collectives.linear import at_places
 from ltx.core.collectives.reduce import unusable, wide
 from ltx.core.gradients.comm_hook import CommHook
 from ltx.core.gradients.planning import Plan
@@ -192,7 +191,7 @@ class Marked(NamedTuple):
             # Detached tensors stay detached. If all are, the loss reaches no parameter, but the rank takes part.
             ties = [i for i in ties if leaves[i].requires_grad] or ties
         if ties:
-            leaves = at_places(leaves, ties, self.tie([leaves[i] for i in ties]))
+            leaves = tree.at_places(leaves, ties, self.tie([leaves[i] for i in ties]))
         elif self.schedule is not None:
             raise StepError("the step returned no floating or complex tensor, so its parameters have no gradient.")
         return tree.unflatten(spec, leaves)
@@ -233,7 +232,7 @@ def averaged(values: Tree, axis: Any) -> Tree:
     leaves, spec = tree.flatten(values)
     floating = _floating(leaves)
     means = collectives.pmean([leaves[i] for i in floating], axis) if floating else []
-    return tree.unflatten(spec, at_places(leaves, floating, means))
+    return tree.unflatten(spec, tree.at_places(leaves, floating, means))
 
 
 class Run(NamedTuple):
@@ -286,8 +285,6 @@ def refuse_backward(inputs: Sequence[torch.Tensor], schedule: Any = None) -> Non
 
 def refuse_gradients(output: Any, leaves: list[torch.Tensor], spec: Any) -> None:
     """Raise if `output` looks like the parameters: gradients taken inside would silently differ between ranks."""
-    if isinstance(output, torch.Tensor) and output.ndim == 0:
-        return  # this is a loss
     if len(leaves) == 1 and leaves[0].ndim == 0:
         return  # the parameters themselves look like a loss
     several = isinstance(output, tuple) and not hasattr(output, "_fields")

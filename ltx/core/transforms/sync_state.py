@@ -64,12 +64,10 @@ class SyncState:
         """This state, with the steps of the clock moved to the structure's count."""
         return replace(self, step=self.step + int(max(_numbers(self.clock))), clock=torch.zeros_like(self.clock))
 
-    def advanced(self, leaves: dict[str, LeafState] | None = None, step: int | None = None) -> SyncState:
-        """The state after one more step, with other `leaves`, if given. `step`: :meth:`checked_step`'s, if known."""
-        after = (self.checked_step() if step is None else step) + 1
+    def advanced(self, leaves: dict[str, LeafState] | None = None) -> SyncState:
+        """The state after one more step, with other `leaves`, if given."""
         leaves = self.leaves if leaves is None else leaves
-        clock = self.clock if step is not None and step == self.step else torch.zeros_like(self.clock)  # it is at 0
-        return SyncState(leaves, self.uses, clock, after)
+        return SyncState(leaves, self.uses, torch.zeros_like(self.clock), self.checked_step() + 1)
 
 
 def check_state(state: Any) -> None:

@@ -152,7 +152,7 @@ def test_a_peer_that_has_no_time_to_hear_that_a_step_was_left(started: Started) 
 
         def late(channel: Channel, *args: Any, **kwargs: Any) -> None:
             look(channel, *args, **kwargs)
-            if channel.peers.deadlocks._waits:
+            if channel.peers.deadlocks.waits:
                 says_so.set()
                 may_look.wait(60.0)
 

@@ -294,7 +294,7 @@ def test_what_an_interrupt_left_out_is_refused_at_the_next_collective(on_new_axi
         ltx.psum(torch.ones(3))
         with pytest.MonkeyPatch.context() as patch:
             if int(ltx.axis_index()) == 0:
-                patch.setattr(Operation, "new_result", interrupt)
+                patch.setattr("ltx.shared_memory.transport.Job", interrupt)
             first = told(ltx.psum)
         return [text.partition(":")[0] for text in (first, told(ltx.psum), told(ltx.psum))]
 
