@@ -21,8 +21,8 @@ _KEPT = 2
 
 
 def _references_without_users() -> int:
-    """Of an object in a list during a loop over it, counted in place: those of a call depend on Dynamo."""
-    for storage in [torch.empty(1, device="cpu").untyped_storage()]:
+    """Of a storage in a list during a loop over it, counted in place: those of a call depend on Dynamo."""
+    for storage, _ in [((whole := torch.empty(1, device="cpu")).untyped_storage(), whole)]:
         found = sys.getrefcount(storage)
     return found
 
@@ -36,7 +36,7 @@ class BufferPool:
     def __init__(self, transport: Transport | None = None) -> None:
         self._transport = transport  # new memory for sums, which are read in place there, comes from it if it has room
         self._plan: Hashable = None
-        self._kept: dict[tuple[int, bool], list[torch.UntypedStorage]] = {}
+        self._kept: dict[tuple[int, bool], list[tuple[torch.UntypedStorage, torch.Tensor]]] = {}
 
     def clear(self) -> None:
         """Give the memory back, except buffers in use."""
@@ -53,13 +53,15 @@ class BufferPool:
         if self._plan is not plan and self._plan != plan:
             self._plan, self._kept = plan, {}
         kept, nbytes = self._kept.setdefault((place, summed), []), prod(shape) * dtype.itemsize
-        for storage in kept:
-            # `storage_uses` counts tensors and arrays; `getrefcount` counts references to the storage object.
-            if storage.nbytes() == nbytes and storage_uses(storage._cdata) == 1 and sys.getrefcount(storage) == _UNUSED:
-                break
-        else:
-            new = self._transport.room(nbytes) if summed and self._transport is not None else None
-            storage = new or torch.empty(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
-            kept[:] = [*(other for other in kept if other.nbytes() == nbytes), storage][-_KEPT:]
-        taken: torch.Tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage)
-        return taken if len(shape) == 1 else taken.view(shape)
+        for storage, whole in kept:
+            if whole.shape != shape or whole.dtype != dtype or storage.nbytes() != nbytes:
+                continue
+            # `storage_uses` counts tensors (`whole`) and arrays; `getrefcount` counts references to the storage object.
+            if storage_uses(storage._cdata) == 2 and sys.getrefcount(storage) == _UNUSED:
+                return whole.detach()  # faster than a new tensor on the storage
+        new = self._transport.room(nbytes) if summed and self._transport is not None else None
+        storage = new or torch.empty(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
+        with torch.inference_mode(False):
+            whole = torch.empty(0, dtype=dtype, device="cpu").set_(storage).resize_(shape)
+        kept[:] = [*(other for other in kept if other[0].nbytes() == nbytes), (storage, whole)][-_KEPT:]
+        return whole.detach()

@@ -465,7 +465,7 @@ class ProcessSchedule(Schedule):
         if comm.recordings:
             comm.note_packed("bucket", hook, bucket)
         flat = pack(tensors, bucket, hook, plan.axis.size, states, batch, room)
-        inputs = plan.bucket_input(bucket, flat.view(-1), states, update)
+        inputs = plan.bucket_input(bucket, flat.view(-1) if batch else flat, states, update)
         reads = [inputs.flat, *chain.from_iterable(map(dict.values, states))]
         return Program(hook.reduce(inputs), reads, hook, samples=batch)
 

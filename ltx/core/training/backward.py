@@ -215,7 +215,9 @@ class CollectGradients(_Completion):
         self._sums: list[torch.Tensor | float] = []
 
     def complete(self, bucket: Bucket, reduced: Reduced) -> None:
-        flat = reduced[0].view(-1).to(bucket.dtype)
+        flat = reduced[0] if reduced[0].dim() == 1 else reduced[0].view(-1)  # each call of torch costs microseconds
+        if flat.dtype != bucket.dtype:
+            flat = flat.to(bucket.dtype)
         if self._plan.keeps:
             self._states.update(self._plan.states_by_leaf(bucket, reduced[1]))
         # If the sum of the unscaled gradients is finite, so is the sum after a factor of at most 1.

@@ -101,7 +101,7 @@ class PureStep(Step):
         """The mean loss of all ranks. In a compiled graph of several ranks its sum has the next clock beside it."""
         axis, clock = self.train.step.axis, self.state.sync_state.clock
         hook = None if traced.recording() else self.train.step.strategy.hook(self.info.step)
-        self.clock = clock + 1
+        self.clock = clock + 1 if traced.recording() else None
         if torch.compiler.is_compiling() and traced_processes(key := prepare_trace(axis)):
             step, dtype = self.info.step, loss.dtype  # ranks compare the number of the step
             number = comm.number_in_graph(step, clock).to(loss.device)

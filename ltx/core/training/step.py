@@ -73,7 +73,7 @@ class Step:
                 updated, rates, module = self.update(done, states, finite), None, None
                 was, layout, loss_scale = state.layout, train.step.strategy.layout, state.held_loss_scale
                 sync, now = state.held_sync_state, self.info.step
-                if traced.recording():  # the structure keeps its step and module, or each call would compile anew
+                if self.clock is not None:  # the structure keeps its step and module, or each call would compile anew
                     module, clock, now, step = state.module, self.clock, sync.step, traced.one_more(state.step)
                 else:
                     rates = train.step.strategy.rates(train.optimizer, state.held_opt_state, self.info.axis)

@@ -82,7 +82,7 @@ def test_places_plans_and_sizes_are_kept_apart() -> None:
     larger = take(found, shape=(2000,))
     assert larger.untyped_storage().nbytes() == 8000
     del larger
-    assert [x.nbytes() for x in found._kept[0, True]] == [8000]
+    assert [storage.nbytes() for storage, _ in found._kept[0, True]] == [8000]
     take(found, plan="another")
     assert len(found._kept) == 1
     found.clear()
