@@ -20,8 +20,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import cross_entropy, pad
 
 import ltx
-from ltx.extend import CommHook, Packing, StateLayout, Updated, needs, optimizers, tree, unwrapped
+from ltx.extend import CommHook, Packing, StateLayout, Updated, needs, tree, unwrapped
 from ltx.optim.clipping import ClipByGlobalNorm
+from ltx.optim.combine import members_of, with_members
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Sharded(ltx.Strategy):
 
     def check(self, optimizer, axis=None):
         super().check(optimizer, axis)
-        for member in optimizers.members_of(optimizer):
+        for member in members_of(optimizer):
             if not isinstance(member, ClipByGlobalNorm):
                 needs.require("ZeRO, optimizer", member, "Sharded")
 
@@ -68,9 +69,7 @@ class Sharded(ltx.Strategy):
                 return member
             return replace(member, norm=lambda parts: ltx.psum(member.norm(parts).square(), info.axis).sqrt())
 
-        optimizer = optimizers.with_members(
-            update.optimizer, [of_all(member) for member in optimizers.members_of(update.optimizer)]
-        )
+        optimizer = with_members(update.optimizer, [of_all(member) for member in members_of(update.optimizer)])
         params, opt_state = replace(update, optimizer=optimizer).apply()
         return Updated(params, opt_state, states, pending)
 

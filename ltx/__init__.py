@@ -33,6 +33,7 @@ try:
     from ltx.core.transforms.strategy import Strategy
     from ltx.core.world.init import init
     from ltx.core.world.world import World, shutdown, world
+    from ltx.peers import pickling as _pickling
     from ltx.peers.debug import debug_checks
     from ltx.peers.meeting import meet as _meet
     from ltx.peers.negotiation import Negotiation as _Negotiation
@@ -44,7 +45,7 @@ try:
 
     _HandedIn.hooks, _HandedIn.strategy, _HandedIn.launchers = hooks, DDPStrategy(), _launchers
     _HandedIn.meeting, _HandedIn.exchange, _HandedIn.peers = _meet, _StoreExchange, _Negotiation
-    _HandedIn.transport = open_transport
+    _HandedIn.transport, _HandedIn.pickling = open_transport, _pickling
 finally:
     if _collects:
         gc.enable()

@@ -96,7 +96,7 @@ _MOVED = {
     "buffers": "CHUNK chunks is_plain pack prefers_few_calls unpack",
     "collectives": "told wide",
     "comm": "as_bytes view_as",
-    "optimizers": "advanced members_of times_lr with_members",
+    "optimizers": "advanced times_lr",
 }
 
 
@@ -104,7 +104,7 @@ def __getattr__(name: str) -> Any:
     for module, names in _MOVED.items():
         if name in names.split():  # of an AttributeError, `from ltx.extend import name` shows nothing
             raise ImportError(f"ltx.extend.{name} is ltx.extend.{module}.{name} now.")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise arguments.lacks(f"module {__name__!r}", name)
 
 
 def __dir__() -> list[str]:

@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor
 
 import ltx
 from ltx.errors import ReplicaDivergedError, StrategyError, UnsupportedError
-from ltx.extend import CommHook, Optimizer, comm, optimizers, recording, tree, unwrapped
+from ltx.extend import CommHook, Optimizer, comm, recording, tree, unwrapped
 from ltx.optim.clipping import ClipByGlobalNorm
+from ltx.optim.combine import members_of, with_members
 from ltx.typing import Tree
 
 __all__ = ["DTensorState", "DTensorStep", "DTensorTrainStep", "with_dtensors"]
@@ -204,8 +205,8 @@ def _on_parts(optimizer: Any, layout: Layout) -> Any:
         return replace(optimizer, norm=NormOfParts(layout))
     if isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):  # an average of its parameters
         return replace(optimizer, optimizer=_on_parts(inner, layout))
-    if (members := optimizers.members_of(optimizer)) != (optimizer,):
-        return optimizers.with_members(optimizer, [_on_parts(member, layout) for member in members])
+    if (members := members_of(optimizer)) != (optimizer,):
+        return with_members(optimizer, [_on_parts(member, layout) for member in members])
     raise StrategyError(
         f"{optimizer!r} needs whole parameters, and ranks hold parts of DTensors: use an elementwise optimizer (SGD, "
         "Adam, ...; from_functions(..., elementwise=True)), alone or in a chain with clip_by_global_norm."

@@ -8,6 +8,7 @@ from ltx.extend import arguments, optimizers
 if TYPE_CHECKING:
     from ltx.optim.by_path import from_torch, masked, partition
     from ltx.optim.clipping import clip_by_global_norm, clip_by_value, measure_global_norm
+    from ltx.optim.combine import chain, identity
     from ltx.optim.functions import from_functions
     from ltx.optim.quantized_adam import qadam
     from ltx.optim.schedules import adjust, adjustable, from_scheduler, warmup_cosine
@@ -16,9 +17,7 @@ ClipState = optimizers.ClipState
 Optimizer = optimizers.Optimizer
 TorchState = optimizers.TorchState
 apply_updates = optimizers.apply_updates
-chain = optimizers.chain
 grad_norm = optimizers.grad_norm
-identity = optimizers.identity
 
 __all__ = ["ClipState", "Optimizer", "TorchState"]
 __all__ += ["apply_updates", "chain", "from_functions", "from_torch", "identity", "masked", "partition", "qadam"]
@@ -29,6 +28,7 @@ __all__ += ["adjust", "adjustable", "from_scheduler", "warmup_cosine"]
 _LATER = {
     **dict.fromkeys(("from_torch", "masked", "partition"), "by_path"),
     **dict.fromkeys(("clip_by_global_norm", "clip_by_value", "measure_global_norm"), "clipping"),
+    **dict.fromkeys(("chain", "identity"), "combine"),
     "from_functions": "functions",
     "qadam": "quantized_adam",
 }

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ltx.errors import OptimError
 from ltx.extend import LeafState, Optimizer, OptimizerOffers, arguments, brief, optimizers, recording, tree
+from ltx.optim.combine import LeafPart, identity
 from ltx.optim.third_party import from_class
 from ltx.typing import Tree
 
@@ -66,11 +67,11 @@ class Partition(Optimizer):
         for label, member in self.members:
             own = member.leaf_states(state[label], _only(spec, leaves, places[label]))
             for place, part in zip(places[label], own, strict=True):
-                parts[place] = optimizers.LeafPart(part, label=label)
+                parts[place] = LeafPart(part, label=label)
         return [parts[place] for place in range(len(leaves))]
 
     def update_leaves(self, grads: Tensors, states: list[LeafState], params: Tensors, state: States) -> Tensors | None:
-        found, parts = list(grads), cast(list[optimizers.LeafPart], states)
+        found, parts = list(grads), cast(list[LeafPart], states)
         gives_gradients = self.offers.moves_params is False
         for label, member in self.members:
             at = [i for i, part in enumerate(parts) if part.label == label]
@@ -322,4 +323,4 @@ def masked(transform: Optimizer, where: str | Sequence[str]) -> Optimizer:
     if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
         raise OptimError(f"masked: where must be a pattern of paths or a list of them, got {brief(where)}.")
     labels = dict.fromkeys(patterns, "masked") | ({} if "*" in patterns else {"*": "others"})
-    return partition({"masked": transform} | ({} if "*" in patterns else {"others": optimizers.identity()}), labels)
+    return partition({"masked": transform} | ({} if "*" in patterns else {"others": identity()}), labels)

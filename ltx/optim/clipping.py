@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ltx.errors import OptimError
 from ltx.extend import arguments, brief, optimizers, tree
+from ltx.optim.combine import LeafTransform
 from ltx.typing import Tree
 
 
@@ -120,7 +121,7 @@ def measure_global_norm() -> optimizers.Optimizer:
 
 
 @dataclass(frozen=True, repr=False)
-class ClipByValue(optimizers.LeafTransform):
+class ClipByValue(LeafTransform):
     """Made by :func:`clip_by_value`."""
 
     elementwise: ClassVar[bool] = True

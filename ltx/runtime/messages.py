@@ -42,8 +42,8 @@ import cloudpickle
 import torch
 
 from ltx.core.base.arguments import name_of
-from ltx.core.comm.pickling import TensorPickler
 from ltx.errors import WorkerError
+from ltx.peers.pickling import TensorPickler
 from ltx.runtime.show import ipython
 from ltx.runtime.tracebacks import is_installed
 

@@ -30,7 +30,6 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from ltx.core import comm
-from ltx.core.comm.pickling import KEY, named
 from ltx.core.ranks.axis import set_world_axes
 from ltx.core.world.init import again, init, start
 from ltx.core.world.world import LOOPBACK, abandon, accelerators, forget, process, settings_of_world, shutdown
@@ -38,6 +37,7 @@ from ltx.errors import LtxError, UnsupportedError, WorkerError
 from ltx.peers.addresses import loopback_store
 from ltx.peers.meeting import next_is_begun
 from ltx.peers.negotiation import Negotiation
+from ltx.peers.pickling import KEY, named
 from ltx.peers.watcher import Watcher
 from ltx.runtime import messages, show
 from ltx.runtime.failures import failure_of, places_of

@@ -46,7 +46,6 @@ from ltx.extend import (
     communicate_after_update,
     exchange,
     needs,
-    optimizers,
     tree,
 )
 from ltx.hooks import AllReduce, BucketInput, CollectiveRequest, CommHook, Reduction
@@ -55,6 +54,7 @@ from ltx.hooks.half import HalfHook
 from ltx.hooks.lossy import CompressedAllReduce, finite, with_residuals
 from ltx.hooks.plain import EXACT, resolve_hook, resolved
 from ltx.optim.clipping import ClipByGlobalNorm
+from ltx.optim.combine import members_of, with_members
 from ltx.strategies import StateLayout, States, StepInfo, Strategy, Updated
 from ltx.typing import Tree
 
@@ -130,7 +130,7 @@ class ZeroStrategy(Strategy):
 
     def check(self, optimizer: Optimizer, axis: Axis | None = None) -> None:
         super().check(optimizer, axis)
-        for member in optimizers.members_of(optimizer):
+        for member in members_of(optimizer):
             if not (isinstance(member, ClipByGlobalNorm) and member.takes_parts):
                 needs.require("ZeRO, optimizer", member)
 
@@ -218,9 +218,9 @@ class ZeroStrategy(Strategy):
             squares, _ = exchange(self, AllReduce(), squares, ["the squared norm of the gradients"], info).wait()
             return squares[0].sqrt().reshape(()).to(own.dtype)
 
-        found = optimizers.members_of(optimizer)
+        found = members_of(optimizer)
         each = [replace(m, norm=partial(norm, m)) if isinstance(m, ClipByGlobalNorm) else m for m in found]
-        return optimizers.with_members(optimizer, each)
+        return with_members(optimizer, each)
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from ltx.core import comm
 from ltx.core.base import traced, tree
 from ltx.core.base.arguments import checked, shown
 from ltx.core.base.errors import AuthenticationError, AxisError, TreeError, UnsupportedError
+from ltx.core.base.handed_in import HandedIn
 from ltx.core.collectives.calls import check_dense, checked_index, collective, counted, movable, public, tensors_of
 from ltx.core.collectives.linear import apply
 from ltx.core.comm.operations import from_bytes
-from ltx.core.comm.pickling import dumps
 from ltx.core.ranks.axis import Axis
 from ltx.typing import Tree
 
@@ -347,7 +347,7 @@ def _objects(what: str, obj: T, axis: Any, src: int | None = None) -> list[T]:
 
     def dumped() -> tuple[bytes, bool]:
         try:
-            return dumps(obj), False
+            return HandedIn.pickling.dumps(obj), False
         except Exception as failure:
             return f"{type(failure).__name__}: {failure}".encode(), True
 

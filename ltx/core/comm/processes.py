@@ -15,12 +15,12 @@ import torch
 
 from ltx.core.base import private
 from ltx.core.base.errors import UnsupportedError
+from ltx.core.base.handed_in import HandedIn
 from ltx.core.comm.axis_comm import AxisComm, compare_unusual
 from ltx.core.comm.backends import HostCopy
 from ltx.core.comm.channel import Work
 from ltx.core.comm.operations import OPERATIONS
 from ltx.core.comm.peers import under_way
-from ltx.core.comm.pickling import opened, sealed
 from ltx.core.comm.signature import Agreement, Signature
 from ltx.core.ranks.backings import Describe, Dumped, Key, OfTensors, Rule, Static, Tensors, fresh, nothing
 
@@ -148,7 +148,7 @@ class ProcessRanks(AxisComm):
         issue = user.issued
         payload, failed = dump() if self.rank in senders else (b"", True)
         if not failed:
-            payload = sealed(self, payload, issue)
+            payload = HandedIn.pickling.sealed(self, payload, issue)
         call = Signature(what, (), "2 lengths" if src is None else f"src={src}")
         sizes = self.tell(f"{what}: lengths", [len(payload), int(failed)], lambda: call, lambda: (what, src))
         body = torch.zeros(max(length for length, _ in sizes), dtype=torch.uint8, device="cpu")
@@ -163,7 +163,8 @@ class ProcessRanks(AxisComm):
             length, broken = sizes[rank]
             # Not by NumPy, which may not be installed.
             text = ctypes.string_at(bodies[rank].data_ptr(), length) if length else b""
-            rows[rank] = text if broken or rank == self.rank else opened(self, text, rank, issue), bool(broken)
+            known = broken or rank == self.rank
+            rows[rank] = text if known else HandedIn.pickling.opened(self, text, rank, issue), bool(broken)
         return rows
 
 

@@ -23,12 +23,6 @@ from ltx.core.optim.base import leaf_name as leaf_name
 from ltx.core.optim.base import leaves_like as leaves_like
 from ltx.core.optim.base import times_lr as times_lr
 from ltx.core.optim.base import unless as unless
-from ltx.core.optim.combine import LeafPart as LeafPart
-from ltx.core.optim.combine import LeafTransform as LeafTransform
-from ltx.core.optim.combine import chain as chain
-from ltx.core.optim.combine import identity as identity
-from ltx.core.optim.combine import members_of as members_of
-from ltx.core.optim.combine import with_members as with_members
 from ltx.core.optim.from_torch import TorchOptimizer as TorchOptimizer
 from ltx.core.optim.kernel import NotGatheredError as NotGatheredError
 from ltx.core.optim.torch_class import ClassOptimizer as ClassOptimizer

@@ -15,8 +15,8 @@ import torch
 
 import ltx
 from ltx.core import collectives, comm
-from ltx.core.comm.pickling import opened, sealed
 from ltx.errors import AuthenticationError, AxisError
+from ltx.peers.pickling import opened, sealed
 from tests.contract.conformance.table import OPS
 from tests.kinds import Ranks
 from tests.train_on import raised_by, refuses, said

@@ -16,18 +16,15 @@ import pickle
 import sys
 from functools import partial, reduce
 from types import CodeType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import cloudpickle
 import torch
 
 from ltx.core.base.errors import AuthenticationError
+from ltx.core.comm.axis_comm import AxisComm
 from ltx.core.comm.backends import accelerator
 from ltx.core.comm.operations import SUMMED, as_bytes, from_bytes
-
-if TYPE_CHECKING:
-    from ltx.core.comm.axis_comm import AxisComm
-
 
 #: For each sparse layout, the methods that give a tensor's parts (rows, columns, values).
 _SPARSE: dict[torch.layout, tuple[str, ...]] = {

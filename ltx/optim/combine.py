@@ -9,13 +9,12 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from ltx.core.base import tree
-from ltx.core.base.arguments import brief
-from ltx.core.base.errors import OptimError
-from ltx.core.optim.base import LeafStates, Optimizer, OptimizerOffers, Tensors, advanced, times_lr, unless
+from ltx.errors import OptimError
+from ltx.extend import LeafState, Optimizer, OptimizerOffers, brief, optimizers, tree
 from ltx.typing import Tree
 
 States = tuple[Tree, ...]
+Tensors = list[Tensor]
 
 
 class LeafPart(dict[str, Tensor]):
@@ -47,9 +46,9 @@ class LeafTransform(Optimizer):
         tree.check_tensors(grads, "grads")
         leaves, spec = tree.flatten(grads)
         updates = self.update_leaves(leaves, self.leaf_states(state, grads), leaves, state)
-        return spec.unflatten(updates), advanced(state)
+        return spec.unflatten(updates), optimizers.advanced(state)
 
-    def leaf_states(self, state: Tree, params: Tree) -> LeafStates:
+    def leaf_states(self, state: Tree, params: Tree) -> list[LeafState]:
         return [{} for _ in tree.flatten(params)[0]]
 
 
@@ -59,7 +58,7 @@ class Identity(LeafTransform):
 
     elementwise: ClassVar[bool] = True
 
-    def update_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: Tree) -> Tensors:
+    def update_leaves(self, grads: Tensors, states: list[LeafState], params: Tensors, state: Tree) -> Tensors:
         return grads
 
     def __repr__(self) -> str:
@@ -107,21 +106,21 @@ class Chain(Optimizer):
         return params
 
     def _times_lr(self, factor: float) -> Chain | None:
-        last = times_lr(self.members[-1], factor)
+        last = optimizers.times_lr(self.members[-1], factor)
         return None if last is None else Chain((*self.members[:-1], last))
 
     def _rates(self, state: Tree) -> Any:
         return self.members[-1]._rates(state[-1]) if isinstance(state, tuple) and state else None
 
     def _unless(self, skip: Tensor, params: Sequence[Tensor]) -> Chain:
-        return Chain(tuple(unless(member, skip, params) for member in self.members))
+        return Chain(tuple(optimizers.unless(member, skip, params) for member in self.members))
 
-    def leaf_states(self, state: States, params: Tree) -> LeafStates:
+    def leaf_states(self, state: States, params: Tree) -> list[LeafState]:
         self._check(state)
         each = [member.leaf_states(own, params) for member, own in zip(self.members, state, strict=True)]
         return [LeafPart(*parts) for parts in zip(*each, strict=True)]
 
-    def update_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: States) -> Tensors | None:
+    def update_leaves(self, grads: Tensors, states: list[LeafState], params: Tensors, state: States) -> Tensors | None:
         updates: Tensors | None = grads
         for i, member in enumerate(self.members):
             assert updates is not None  # only the last member may return None
