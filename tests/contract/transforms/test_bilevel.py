@@ -16,6 +16,8 @@ from torch import Tensor, nn
 import ltx
 from tests.kinds import Params, Ranks
 from tests.train_on import go_on, on_ranks
+from tests.twins.cases import backward, func_grad
+from tests.twins.training import by_train_step as moves
 
 RATE, STEPS = 0.1, 2
 Step = Callable[..., Tensor]
@@ -71,21 +73,9 @@ def outer(captured: str, train: Callable[..., Tensor], around: Callable[[Step], 
     return loss
 
 
-def backward(step: Any, params: Params, *batch: Tensor) -> Params:
-    leaves = {name: x.clone().requires_grad_() for name, x in params.items()}
-    step(leaves, *batch).backward()
-    return {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in leaves.items()}
-
-
-def moves(step: Any, params: Params, *batch: Tensor) -> Params:
-    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
-    after, _ = train(train.init(params), *batch)
-    return {name: x - after.params[name] for name, x in params.items()}
-
-
 OUTER = {
     "backward()": backward,
-    "torch.func.grad": lambda step, *args: torch.func.grad(step)(*args),
+    "torch.func.grad": func_grad,
     "ltx.grad": lambda step, *args: ltx.grad(step)(*args),
     "train_step": moves,
 }

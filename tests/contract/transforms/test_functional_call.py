@@ -19,7 +19,7 @@ from ltx.errors import InputError, StepError, TreeError, UnsupportedError
 from tests import train_on
 from tests.kinds import Ranks
 from tests.train_on import on_ranks, refuses
-from tests.twins.cases import Params, params_of, seeded
+from tests.twins.cases import Params, backward, func_grad, params_of, seeded
 from tests.twins.training import by_train_step, sgd
 
 LR = 0.5
@@ -81,6 +81,13 @@ def drawn(fn: Callable[[], Any], seed: int) -> Any:
         return fn()
 
 
+GRADIENTS: dict[str, Callable[..., Params]] = {
+    "loss.backward": backward,
+    "ltx.grad": lambda step, *args: ltx.grad(step)(*args),
+    "torch.func.grad": func_grad,
+}
+
+
 def trained(seed: int, reentrant: bool | None, how: str, call: Any = ltx.functional_call) -> tuple[Params, Any]:
     """Parameters after some steps on this rank's samples, and what the module itself has then."""
     net, twin, batches = made(seed, reentrant=reentrant)
@@ -94,18 +101,12 @@ def trained(seed: int, reentrant: bool | None, how: str, call: Any = ltx.functio
             state, _ = drawn(lambda state=state, x=x: train(state, x), t)
         return state.params, net.state_dict()
     for t, x in enumerate(mine):
-        if how == "loss.backward":
-            params = {name: p.detach().requires_grad_() for name, p in params.items()}
-            drawn(lambda params=params, x=x: step(params, x).backward(), t)
-            grads = {name: p.grad for name, p in params.items()}
-        else:
-            grad = ltx.grad(step) if how == "ltx.grad" else torch.func.grad(step)
-            grads = drawn(lambda params=params, x=x, grad=grad: grad(params, x), t)
+        grads = drawn(lambda params=params, x=x: GRADIENTS[how](step, params, x), t)
         params = {name: p.detach() - LR * grads[name] for name, p in params.items()}
     return params, net.state_dict()
 
 
-HOWS = ["backward", "update", "loss.backward", "ltx.grad", "torch.func.grad"]
+HOWS = ["backward", "update", *GRADIENTS]
 
 
 @pytest.mark.full(but=2)
