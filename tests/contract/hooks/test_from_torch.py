@@ -28,7 +28,7 @@ from ltx.hooks import from_torch
 from tests import inside, train_on
 from tests.kinds import OnNewAxis, Params, Ranks
 from tests.train_on import on_ranks, refuses
-from tests.twins.cases import assert_same_bits
+from tests.twins.cases import assert_same_bits, backward, func_grad, params_of
 
 STEPS = 6
 
@@ -71,15 +71,9 @@ def strategy_of(hook: Any, state: Any = None, nbytes: int = 1 << 20) -> ltx.DDPS
 
 def with_ltx(hook: Any, state: Any, module: nn.Module, seed: int, nbytes: int = 1 << 20) -> list[Params]:
     step = ltx.data_parallel(functools.partial(loss_of, module), strategy_of(hook, state, nbytes))
-    params = {name: p.detach().clone() for name, p in module.named_parameters()}
-    found = []
+    params, found = params_of(module), []
     for i in range(STEPS):
-        if i % 2:  # both ways give the same
-            found.append(torch.func.grad(step)(params, batch(seed, i)))
-        else:
-            leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
-            step(leaves, batch(seed, i)).backward()
-            found.append({name: p.grad for name, p in leaves.items()})
+        found.append((func_grad if i % 2 else backward)(step, params, batch(seed, i)))  # both ways give the same
         params = update(params, found[-1])
     return found
 

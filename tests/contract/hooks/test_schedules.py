@@ -21,7 +21,8 @@ from ltx.typing import Tree
 from tests.kinds import Params, Ranks
 from tests.sent import sent
 from tests.train_on import go_on, on_ranks, refuses, trained
-from tests.twins.training import sgd
+from tests.twins.cases import backward
+from tests.twins.training import by_train_step, sgd
 
 FED = hooks.error_feedback
 EXACT = hooks.AllReduce()
@@ -233,13 +234,7 @@ def test_patterns_have_to_fit_in_a_world_of_one_too(name: str, way: str) -> None
     if name == "hooks":  # of exact ones, which do nothing alone
         strategy = ltx.DDPStrategy(comm_hook=hooks.partition(dict.fromkeys(("q*", "*"), hooks.AllReduce())))
     step, x = ltx.data_parallel(loss, strategy), torch.ones(())
-    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
-    calls: dict[str, Any] = {
-        "grad": lambda: ltx.grad(step)(start(), x),
-        "backward": lambda: step({k: p.requires_grad_() for k, p in start().items()}, x),
-        "train_step": lambda: train(train.init(start()), x),
-    }
-    refuses(StrategyError, text, calls[way])
+    refuses(StrategyError, text, {**WAYS, "backward": backward, "train_step": by_train_step}[way], step, start(), x)
     assert step(start(), x).isfinite(), "without a gradient there is nothing to choose"
 
 

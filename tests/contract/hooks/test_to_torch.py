@@ -26,28 +26,21 @@ from tests import inside
 from tests.contract.hooks.table import HOOKS, MOST
 from tests.kinds import OnNewAxis, Params, Ranks
 from tests.train_on import refuses, said
+from tests.twins.feedback import ErrorFeedback
 
 MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class Feedback(CommHook):
-    """bfloat16; what rounding loses of a share is added to the next one. Takes two collectives."""
+class Feedback(ErrorFeedback):
+    """Takes two collectives."""
 
-    exact: ClassVar[bool] = False
     phases: ClassVar[int] = 2
-    state_names: ClassVar[tuple[str, ...]] = ("error",)
-
-    def init(self, param: Tensor, path: str = "") -> dict[str, Tensor]:
-        return {"error": torch.zeros_like(param)}
 
     def reduce(self, inputs: BucketInput) -> Reduction:
-        wanted = inputs.flat + torch.cat([state["error"].reshape(-1) for state in inputs.states])
-        sent = wanted.bfloat16().to(wanted.dtype)
-        shapes = [leaf.shape for leaf in inputs.bucket.leaves]
-        errors = [e.reshape(shape) for e, shape in zip((wanted - sent).split(inputs.bucket.sizes), shapes, strict=True)]
-        zero = yield CollectiveRequest("psum", torch.zeros_like(sent[:1]))
-        return (yield CollectiveRequest("psum", sent)) + zero, [{"error": e} for e in errors]
+        zero = yield CollectiveRequest("psum", torch.zeros_like(inputs.flat[:1]))
+        total, states = yield from super().reduce(inputs)
+        return total + zero, states
 
 
 @dataclass(frozen=True)
@@ -401,7 +394,7 @@ def test_a_hook_that_fails_on_one_rank(on_new_axis: OnNewAxis, seed: int) -> Non
     assert_equal(grads, others)
 
 
-def test_a_pass_that_the_program_leaves(on_new_axis: OnNewAxis, seed: int) -> None:
+def test_a_pass_that_the_program_leaves(on_new_axis: OnNewAxis, ranks: Ranks, seed: int) -> None:
     """Between two buckets, on every rank: the hook goes on with another module."""
 
     def run() -> tuple[Params, int]:
@@ -425,19 +418,7 @@ def test_a_pass_that_the_program_leaves(on_new_axis: OnNewAxis, seed: int) -> No
 
     grads, step = on_new_axis(run).replicated()
     assert step == 8
-    assert_equal(grads, in_bfloat16(seed))
-
-
-def in_bfloat16(seed: int) -> Params:
-    """The first step's gradients of two ranks in bfloat16, on simulated ranks."""
-    net = new_net(seed)
-    step = ltx.data_parallel(lambda p, x: functional_call(net, p, (x,)), ltx.DDPStrategy(comm_hook=Feedback()))
-    params = {name: p.detach() for name, p in net.named_parameters()}
-    local = [
-        {name: g / 2 for name, g in torch.func.grad(ltx.block_backward_sync(step))(params, x).items()}
-        for x in (torch.randn(3, 7, generator=torch.Generator().manual_seed(seed + rank)) for rank in range(2))
-    ]
-    return {name: g.bfloat16().float() + local[1][name].bfloat16().float() for name, g in local[0].items()}
+    assert_equal([grads], ranks(2).run(with_ltx, Feedback(), seed, 1).replicated())
 
 
 def test_ranks_with_different_hooks(on_new_axis: OnNewAxis, seed: int) -> None:
