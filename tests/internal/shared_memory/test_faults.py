@@ -96,14 +96,18 @@ def test_a_slot_is_filled_again_only_when_all_have_emptied_it(seed: int) -> None
 
 
 class Fault:
-    """Raises once, at the `at`-th event of those that a trace sees while the transport makes progress; counts them."""
+    """Raises once, at the `at`-th event of those that a trace sees while the transport makes progress; counts them.
+
+    Of instructions it sees those of torch too.
+    """
 
     def __init__(self, error: type[BaseException], at: int, event: str):
         self.error, self.at, self.event, self.came = error, at, event, 0
 
     def _trace(self, frame: Any, event: str, _: Any) -> Any:
         frame.f_trace_opcodes = self.event == "opcode"
-        if frame.f_code.co_filename not in (shared_memory.transport.__file__, shared_memory.chunks.__file__):
+        ours = frame.f_code.co_filename in (shared_memory.transport.__file__, shared_memory.chunks.__file__)
+        if not ours and self.event == "line":
             return None
         if event == self.event:
             self.came += 1
@@ -120,6 +124,7 @@ class Fault:
             assert self.came == self.at
         finally:
             sys.settrace(before)
+        assert (torch.ones(1, requires_grad=True) * 2).requires_grad, f"gradients are off after {self.at}"
 
 
 @pytest.mark.parametrize("width", [3, SMALL_BYTES // 4], ids=["small", "in parts"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import mmap
 import os
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -200,42 +199,6 @@ def test_several_threads_may_wait_at_once(on_new_axis: OnNewAxis, seed: int) -> 
         return wrong
 
     assert on_new_axis(run).replicated() == 0
-
-
-@pytest.mark.full
-def test_an_interrupt_leaves_gradients_on() -> None:
-    """Wherever it comes while a transport makes progress."""
-    came = 0
-
-    def progress(at: int) -> None:
-        nonlocal came
-        came = 0
-
-        def tracer(frame: Any, event: str, _: Any) -> Any:
-            nonlocal came
-            frame.f_trace_opcodes = True
-            came += event == "opcode"
-            if event == "opcode" and came == at:
-                raise KeyboardInterrupt
-            return tracer
-
-        transport = SharedMemoryTransport(0, [mmap.mmap(-1, SEGMENT_BYTES)], [], [])
-        transport.begin("psum", torch.ones(3), (), 0)
-        before = sys.gettrace()
-        sys.settrace(tracer)
-        try:
-            transport.progress()
-        finally:
-            sys.settrace(before)
-
-    progress(0)
-    places = came
-    assert places > 20
-    for place in range(1, places + 1):
-        with pytest.raises(KeyboardInterrupt):
-            progress(place)
-        assert torch.is_grad_enabled(), place
-        assert (torch.ones(1, requires_grad=True) * 2).requires_grad, place
 
 
 @pytest.mark.full
