@@ -161,15 +161,8 @@ def test_the_reference_is_the_papers() -> None:
     np.testing.assert_allclose(adasum([a, b]), (1 - 2 / 10) * a + (1 - 2 / 8) * b)
 
 
-IN_STEPS = {"matrix": (5, 3), "scalar": (), "empty": (0,), "vector": (131,)}
-
-
 def strategy(bucket_bytes: int = 1 << 20, hook: hooks.CommHook | None = None) -> ltx.DDPStrategy:
     return ltx.DDPStrategy(comm_hook=hook or hooks.Adasum(), bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes)
-
-
-def gradients(n: int) -> dict[str, Tensor]:
-    return {name: torch.randn(n, *shape, dtype=torch.float64) for name, shape in IN_STEPS.items()}
 
 
 def expected(given: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -180,12 +173,12 @@ def expected(given: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("bucket_bytes", [8, 200, 1 << 20])
 @pytest.mark.parametrize("n", [2, 4])
 def test_steps_on_processes(n: int, bucket_bytes: int, ranks: Ranks) -> None:
-    given = gradients(n)
+    given = drawn(n)
 
     def run() -> Any:
         mine = {name: xs[ltx.axis_index()] for name, xs in given.items()}
         step = ltx.data_parallel(lambda p: sum((p[k] * mine[k]).sum() for k in p), strategy(bucket_bytes))
-        params = {name: torch.ones(shape, dtype=torch.float64) for name, shape in IN_STEPS.items()}
+        params = ltx.tree.map(torch.ones_like, mine)
         return ltx.sync_gradients(mine, strategy(bucket_bytes))[0], torch.func.grad(step)(params)
 
     results = ranks(n).run(run)
@@ -205,12 +198,12 @@ def test_half_precision(dtype: torch.dtype) -> None:
 
 @pytest.mark.full
 def test_compiled(ranks: Ranks) -> None:
-    given = gradients(2)
+    given = drawn(2)
 
     def run() -> Any:
         mine = {name: xs[ltx.axis_index()] for name, xs in given.items()}
         step = ltx.data_parallel(lambda p, m: sum((p[k] * m[k]).sum() for k in p), strategy())
-        params = {name: torch.ones(shape, dtype=torch.float64) for name, shape in IN_STEPS.items()}
+        params = ltx.tree.map(torch.ones_like, mine)
         return torch.compile(torch.func.grad(step), backend="aot_eager", fullgraph=True)(params, mine)
 
     for found in ranks(2).run(run):
