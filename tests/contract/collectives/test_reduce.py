@@ -177,10 +177,6 @@ def test_horovod_s_gradients_compiled(ranks: Ranks) -> None:
     assert ranks(2).run(run).replicated().tolist() == [2.0, 2.0]
 
 
-def test_a_module_is_no_tree() -> None:
-    refuses(TreeError, r"is of type Linear\. Pass dict\(module.named_parameters\(\)\)", ltx.psum, torch.nn.Linear(2, 2))
-
-
 def test_pvary_seen_from_outside_the_simulated_axis() -> None:
     """A value that all ranks share gets the sum; copies are inputs of their own, and get each its own."""
     losses = ltx.vmap(lambda w, r: (r + 1) * ltx.pvary(w), in_dims=(None, 0))
