@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 import ltx
 from ltx.errors import AxisError
 from tests import inside, train_on
-from tests.contract.conformance.test_properties import fixed
+from tests.contract.conformance.test_properties import each_fixed
 from tests.forks import open_now, settles
 from tests.kinds import Ranks
 from tests.train_on import on_ranks, refuses, said
@@ -30,18 +30,8 @@ Found = dict[str, tuple[Tensor, Tensor]]
 
 
 #: `src`, `dst` and `perm` count on the axis.
-OPS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]] = {
-    **{name: fixed(name) for name in ("psum", "pmean", "pmax", "pmin", "pvary", "weighted_mean")},
-    "all_gather": fixed("all_gather", dim=1, tiled=False),
-    "AllGatherGrad": (lambda x, axis: ltx.AllGatherGrad.apply(x, axis), lambda xs: xs.expand(2, *xs.shape)),
-    "psum_scatter": fixed("psum_scatter", dim=1, tiled=True),
-    "broadcast": fixed("broadcast", src=1),
-    "psum_to": fixed("psum_to", dst=1),
-    "gather": fixed("gather", dst=1, dim=1, tiled=False),
-    "scatter": fixed("scatter", src=1, dim=1, tiled=True),
-    "all_to_all": fixed("all_to_all", split_dim=0, concat_dim=1),
-    "ppermute": fixed("ppermute", perm=[(1, 0)]),
-    "reduce": fixed("reduce", op="product", keep_dtype=False),
+OPS = each_fixed(2, dim=1) | {
+    "AllGatherGrad": (lambda x, axis: ltx.AllGatherGrad.apply(x, axis), lambda xs: xs.expand(2, *xs.shape))
 }
 
 
@@ -140,12 +130,11 @@ def test_nested_simulated_axes(seed: int) -> None:
         return _on_rank(x, "node"), _on_rank(x, "data")
 
     xs = _draw()
-    on_node, on_data = ltx.vmap(ltx.vmap(run, axis_name="data"), axis_name="node")(xs)
+    found = ltx.vmap(ltx.vmap(run, axis_name="data"), axis_name="node")(xs)
     for row, column in [(0, 0), (0, 1), (1, 0), (1, 1)]:
-        at = {name: (y[row, column], g[row, column]) for name, (y, g) in on_node.items()}
-        _check(at, _expected(xs[:, column]), row)
-        at = {name: (y[row, column], g[row, column]) for name, (y, g) in on_data.items()}
-        _check(at, _expected(xs[row]), column)
+        on_node, on_data = ltx.tree.map(lambda y, at=(row, column): y[at], found)
+        _check(on_node, _expected(xs[:, column]), row)
+        _check(on_data, _expected(xs[row]), column)
 
 
 def test_simulated_ranks_on_each_process(ranks: Ranks, seed: int) -> None:
@@ -156,10 +145,11 @@ def test_simulated_ranks_on_each_process(ranks: Ranks, seed: int) -> None:
         return ltx.vmap(lambda x: (_on_rank(x, "data"), _on_rank(x, "simulated")), axis_name="simulated")(mine)
 
     xs = _draw()
-    for rank, (on_processes, on_simulated) in enumerate(ranks(2).run(run, xs)):
+    for rank, found in enumerate(ranks(2).run(run, xs)):
         for entry in range(2):
-            _check({k: (y[entry], g[entry]) for k, (y, g) in on_processes.items()}, _expected(xs[:, entry]), rank)
-            _check({k: (y[entry], g[entry]) for k, (y, g) in on_simulated.items()}, _expected(xs[rank]), entry)
+            on_processes, on_simulated = ltx.tree.map(lambda y, entry=entry: y[entry], found)
+            _check(on_processes, _expected(xs[:, entry]), rank)
+            _check(on_simulated, _expected(xs[rank]), entry)
 
 
 def test_an_axis_is_found_by_its_name(ranks: Ranks) -> None:

@@ -214,6 +214,23 @@ def fixed(name: str, **arguments: Any) -> tuple[Callable[..., Tensor], Callable[
     return functools.partial(op.call, **arguments), functools.partial(op.reference, **arguments)
 
 
+def each_fixed(n: int, dim: int) -> dict[str, tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]]:
+    """Each collective of `n` ranks, along `dim`; one rank of them is the last one. Its line of ranks is open."""
+    return {
+        **{name: fixed(name) for name in ("psum", "pmean", "pmax", "pmin", "pvary", "weighted_mean")},
+        "all_gather": fixed("all_gather", dim=dim, tiled=False),
+        "all_gather tiled": fixed("all_gather", dim=dim, tiled=True),
+        "psum_scatter": fixed("psum_scatter", dim=dim, tiled=True),
+        "broadcast": fixed("broadcast", src=n - 1),
+        "psum_to": fixed("psum_to", dst=n - 1),
+        "gather": fixed("gather", dst=n - 1, dim=dim, tiled=True),
+        "scatter": fixed("scatter", src=n - 1, dim=dim, tiled=True),
+        "all_to_all": fixed("all_to_all", split_dim=0, concat_dim=dim),
+        "ppermute": fixed("ppermute", perm=[(rank, rank + 1) for rank in range(n - 1)]),
+        "reduce": fixed("reduce", op="product", keep_dtype=False),
+    }
+
+
 @dataclass(frozen=True)
 class Example:
     """A call of a collective by n ranks; `stacked` is the tree of all ranks' tensors, ranks in front."""
@@ -406,23 +423,8 @@ def test_processes_give_what_simulated_ranks_give(ranks: Ranks, drawn: list[Exam
 
 #: So many ranks are simulated.
 N = 256
-RING = [(rank, (rank + 1) % N) for rank in range(N - 1)]  # open: rank 0 gets zeros
-
-
 #: A rank's tensor has shape (2 * N,) if it is split, else (6,).
-OF_MANY = {
-    **{name: fixed(name) for name in ("psum", "pmean", "pmax", "pmin", "pvary", "weighted_mean")},
-    "all_gather": fixed("all_gather", dim=0, tiled=False),
-    "all_gather tiled": fixed("all_gather", dim=0, tiled=True),
-    "psum_scatter": fixed("psum_scatter", dim=0, tiled=True),
-    "broadcast": fixed("broadcast", src=N - 1),
-    "psum_to": fixed("psum_to", dst=N - 1),
-    "gather": fixed("gather", dst=N - 1, dim=0, tiled=True),
-    "scatter": fixed("scatter", src=N - 1, dim=0, tiled=True),
-    "all_to_all": fixed("all_to_all", split_dim=0, concat_dim=0),
-    "ppermute": fixed("ppermute", perm=RING),
-    "reduce": fixed("reduce", op="product", keep_dtype=False),
-}
+OF_MANY = each_fixed(N, dim=0)
 
 
 @pytest.mark.parametrize("name", OF_MANY, ids=lambda name: name.replace(" ", "_"))
@@ -447,17 +449,10 @@ def _loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
     return (torch.tanh(x @ params["w"]) @ params["v"] - y).square().mean()
 
 
-@pytest.fixture
-def problem(seed: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Parameters; four samples a rank, and their targets."""
-    double = torch.float64
-    params = {"w": torch.randn(3, 5, dtype=double), "v": torch.randn(5, 2, dtype=double)}
-    return params, torch.randn(N, 4, 3, dtype=double), torch.randn(N, 4, 2, dtype=double)
-
-
-def test_step_with_gradients_in_bfloat16(problem: tuple[dict[str, Tensor], Tensor, Tensor]) -> None:
+def test_step_with_gradients_in_bfloat16(seed: int) -> None:
     """Each share is rounded, then they are added up; at most 256 roundings of 2^-8 of the shares' magnitudes."""
-    params, xs, ys = problem
+    params = {"w": torch.randn(3, 5).double(), "v": torch.randn(5, 2).double()}
+    xs, ys = torch.randn(N, 4, 3).double(), torch.randn(N, 4, 2).double()
     each = torch.vmap(torch.func.grad(_loss), in_dims=(None, 0, 0))(params, xs, ys)
     step = ltx.data_parallel(_loss, ltx.DDPStrategy(comm_hook="bf16"))
     got = ltx.vmap(torch.func.grad(step), in_dims=(None, 0, 0))(params, xs, ys)
