@@ -368,17 +368,9 @@ def averaged(w: dict[str, Tensor], xs: Tensor) -> None:
     STEP(w, xs[1]).backward()
 
 
-def after_zeros(w: dict[str, Tensor], xs: Tensor, set_to_none: bool) -> None:
+def after_zeros(w: dict[str, Tensor], xs: Tensor, zeroed: Callable[[Any], object]) -> None:
     LOCAL(w, xs[0]).backward()
-    zero(w, set_to_none)
-    STEP(w, xs[1]).backward()
-
-
-def after_zeros_of_data(w: dict[str, Tensor], xs: Tensor) -> None:
-    """As older programs zero gradients."""
-    LOCAL(w, xs[0]).backward()
-    for v in w.values():
-        v.grad.data.zero_()  # type: ignore[union-attr]
+    zeroed(w)
     STEP(w, xs[1]).backward()
 
 
@@ -424,9 +416,12 @@ ALLOWED: dict[str, tuple[Callable[[dict[str, Tensor], Tensor], None], list[int]]
     "local, local, sync_gradients in place, reduced": (lambda w, xs: by_hand(w, xs, True), [0, 1, 2]),
     "local, local, sync_gradients in place of data, reduced": (lambda w, xs: by_hand(w, xs, True, True), [0, 1, 2]),
     "local, pmean in place, scaled twice, reduced": (averaged, [0, 1]),
-    "local, None, reduced": (lambda w, xs: after_zeros(w, xs, True), [1]),
-    "local, zeros, reduced": (lambda w, xs: after_zeros(w, xs, False), [1]),
-    "local, zeros by .data, reduced": (after_zeros_of_data, [1]),
+    "local, None, reduced": (lambda w, xs: after_zeros(w, xs, lambda w: zero(w, True)), [1]),
+    "local, zeros, reduced": (lambda w, xs: after_zeros(w, xs, lambda w: zero(w, False)), [1]),
+    "local, zeros by .data, reduced": (  # as older programs zero gradients
+        lambda w, xs: after_zeros(w, xs, lambda w: [v.grad.data.zero_() for v in w.values()]),
+        [1],
+    ),
     "torch.autograd.grad": (given_to_the_caller, [0]),
     "the same on all ranks": (same_everywhere, [0, 1]),
     "accumulate": (accumulated, [0, 1]),

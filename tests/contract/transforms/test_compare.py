@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -77,11 +76,10 @@ def test_parameters_that_differ(on_new_axis: OnNewAxis, way: str) -> None:
         call, x = partial(WAYS[way], ltx.data_parallel(loss)), torch.ones(3)
         call(P, x)  # known
         mine = dict(P, w=P["w"] + torch.tensor([0.0, 0.25, -0.5]) * ltx.axis_index())
-        with pytest.raises(ReplicaDivergedError) as caught, ltx.debug_checks():
-            call(mine, x)
+        text = said(ReplicaDivergedError, ltx.debug_checks()(call), mine, x)
         with ltx.debug_checks():
             call(P, x)
-        return str(caught.value), ltx.psum(torch.ones(2)).tolist()
+        return text, ltx.psum(torch.ones(2)).tolist()
 
     text, after = on_new_axis(run).replicated()
     assert text.startswith(
@@ -142,9 +140,8 @@ def test_every_dtype_and_layout(on_new_axis: OnNewAxis, name: str) -> None:
         with ltx.debug_checks():
             call(pair[0])
             call(pair[1].clone(memory_format=torch.preserve_format))
-        with pytest.raises(ReplicaDivergedError) as caught, ltx.debug_checks():
-            call(pair[int(ltx.axis_index())])
-        return str(caught.value), ltx.tree.describe(pair[0])
+        text = said(ReplicaDivergedError, ltx.debug_checks()(call), pair[int(ltx.axis_index())])
+        return text, ltx.tree.describe(pair[0])
 
     text, what = on_new_axis(run).replicated()
     assert f"leaf 'frozen' ({what}) should be the same on every rank, and differs on rank 1" in text
@@ -153,14 +150,11 @@ def test_every_dtype_and_layout(on_new_axis: OnNewAxis, name: str) -> None:
 def test_structures_of_frozen_leaves_that_differ(on_new_axis: OnNewAxis) -> None:
     def run() -> str:
         params = [torch.ones(2, requires_grad=True), torch.ones(2 + int(ltx.axis_index()))]
-        with pytest.raises(RankMismatchError) as caught, ltx.debug_checks():
-            ltx.data_parallel(lambda p: p[0].sum())(params).backward()
-        return str(caught.value)
+        step = ltx.data_parallel(lambda p: p[0].sum())
+        return said(RankMismatchError, ltx.debug_checks()(lambda: step(params).backward()))
 
-    assert (
-        "the parameters of data_parallel, leaf '1': rank 0: float32[2]; rank 1: float32[3]"
-        in on_new_axis(run).replicated()
-    )
+    text = on_new_axis(run).replicated()
+    assert "the parameters of data_parallel, leaf '1': rank 0: float32[2]; rank 1: float32[3]" in text
 
 
 def test_replicas_that_may_differ(on_new_axis: OnNewAxis) -> None:
@@ -186,11 +180,7 @@ def test_the_first_call_compares_parameters(on_new_axis: OnNewAxis) -> None:
         for name, call in FIRST.items():
             mine = {name: p + ltx.axis_index() for name, p in P.items()}
             step = ltx.data_parallel(lambda p, x: loss(p, x))
-            text = ""
-            try:
-                call(step, mine, torch.ones(3))
-            except ReplicaDivergedError as error:
-                text = str(error)
+            text = said(ReplicaDivergedError, call, step, mine, torch.ones(3))
             call(step, ltx.broadcast(mine), torch.ones(3))
             told[name] = text, all(torch.equal(q, P[k]) for k, q in ltx.broadcast(mine).items())
         return told
@@ -205,21 +195,16 @@ def test_the_first_call_compares_parameters(on_new_axis: OnNewAxis) -> None:
 def test_each_step_is_compared_once(on_new_axis: OnNewAxis) -> None:
     """A second model of the same structure is compared too; the same step isn't again."""
 
-    def run() -> tuple[list[int], bool]:
+    def run() -> list[int]:
         axis_comm, counts = inside.resolve("data").comm, []
         first, second = ltx.data_parallel(loss), ltx.data_parallel(lambda p, x: loss(p, x))
         for _ in range(3):
             ltx.grad(first)(P, torch.ones(3))
             counts.append(int(axis_comm.peers.store_exchange.new_place().rpartition("/")[2]) - len(counts))
-        try:
-            ltx.grad(second)({name: p + ltx.axis_index() for name, p in P.items()}, torch.ones(3))
-        except ReplicaDivergedError:
-            return counts, True
-        return counts, False
+        said(ReplicaDivergedError, ltx.grad(second), ltx.tree.map(lambda p: p + ltx.axis_index(), P), torch.ones(3))
+        return counts
 
-    counts, caught = on_new_axis(run).replicated()
-    assert len(set(counts)) == 1
-    assert caught
+    assert len(set(on_new_axis(run).replicated())) == 1
 
 
 def test_comparing_often_leaves_no_more_in_the_store(ranks: Ranks) -> None:
@@ -229,11 +214,9 @@ def test_comparing_often_leaves_no_more_in_the_store(ranks: Ranks) -> None:
             store = store.underlying_store
         counts = []
         for times in (3, 5):
-            for turn in range(times):
-                ltx.check_replicas(P)
-                with suppress(ReplicaDivergedError):  # which takes a second exchange
-                    ltx.check_replicas({name: p + ltx.axis_index() for name, p in P.items()})
-                    raise AssertionError(f"not found in turn {turn}")
+            for _ in range(times):
+                ltx.check_replicas(P)  # and then one that takes a second exchange
+                said(ReplicaDivergedError, ltx.check_replicas, ltx.tree.map(lambda p: p + ltx.axis_index(), P))
             ltx.barrier()
             counts.append(store.num_keys())
             ltx.barrier()

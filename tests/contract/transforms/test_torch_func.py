@@ -51,11 +51,6 @@ class Transform:
     local: bool = False
 
 
-def leaves(p: Params) -> tuple[Params, list[Tensor]]:
-    given = {name: w.detach().requires_grad_() for name, w in p.items()}
-    return given, list(given.values())
-
-
 def produced(f: F, p: Params, *batch: Tensor) -> Tensor:
     return grad(lambda z: f({name: w * z.sum() + z[0] for name, w in p.items()}, *batch))(batch[0].new_tensor([0.5, 2]))
 
@@ -67,9 +62,9 @@ def produced_backward(f: F, p: Params, *batch: Tensor) -> Tensor:
 
 
 def retained(f: F, p: Params, *batch: Tensor) -> list[tuple[Tensor, ...]]:
-    given, flat = leaves(p)
-    loss = f(given, *batch)
-    return [torch.autograd.grad(scale * loss, flat, retain_graph=True) for scale in (1.0, -3.0)]
+    leaves = {name: w.detach().requires_grad_() for name, w in p.items()}
+    loss = f(leaves, *batch)
+    return [torch.autograd.grad(scale * loss, list(leaves.values()), retain_graph=True) for scale in (1.0, -3.0)]
 
 
 def in_inference_mode(transform: F) -> F:
@@ -257,10 +252,7 @@ def test_aux_in_processes_has_no_graph(ranks: Ranks) -> None:
 
 def test_none_among_parameters_is_an_empty_node() -> None:
     """As Equinox's partition leaves it; to torch.func None is a leaf."""
-    params, x = (
-        {"w": torch.tensor([1.0, 2.0]), "frozen": None, "deep": [None, torch.tensor(3.0)]},
-        torch.tensor([1.0, 2.0]),
-    )
+    params, x = {"w": W, "frozen": None, "deep": [None, torch.tensor(3.0)]}, W
 
     def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
         return (params["w"] * x).sum() * params["deep"][1]
