@@ -124,13 +124,15 @@ def backward(ddp: nn.Module, *batch: Any) -> None:
     ddp(*batch).backward()
 
 
-def with_ddp(hook: Any, seed: int, steps: int = 4, net: Net | None = None, **how: Any) -> list[Params]:
+def with_ddp(
+    hook: Any, seed: int, steps: int = 4, net: Net | None = None, first: int = 0, group: Any = None, **how: Any
+) -> list[Params]:
     net = net or new_net(seed)
     ddp = under_ddp(net, None if callable(hook) else hook, **how)
     if callable(hook):
-        ddp.register_comm_hook(None, hook)
+        ddp.register_comm_hook(group, hook)
     found = []
-    for i in range(steps):
+    for i in range(first, first + steps):
         backward(ddp, batch(seed, i))
         found.append(grads_of(net))
         update(net, found[-1])
@@ -288,27 +290,14 @@ def test_state_dict_goes_on_in_other_buckets(ranks: Ranks, seed: int) -> None:
 
     def run() -> Any:
         whole, halves = new_net(seed), new_net(seed)
-        ddp = DistributedDataParallel(whole)
-        hook = to_torch(Feedback(), ddp)
-        ddp.register_comm_hook(None, hook)
-
-        def train(ddp: Any, module: nn.Module, steps: range) -> None:
-            for i in steps:
-                backward(ddp, batch(seed, i))
-                update(module, grads_of(module))
-
-        train(ddp, whole, range(4))
-        first = to_torch(Feedback(), dict(halves.named_parameters()))
-        ddp = DistributedDataParallel(halves)
-        ddp.register_comm_hook(dist.group.WORLD, first)
-        train(ddp, halves, range(2))
+        hook = to_torch(Feedback(), DistributedDataParallel(whole))
+        with_ddp(hook, seed, 4, whole)
+        first, second = (to_torch(Feedback(), dict(halves.named_parameters())) for _ in range(2))
+        with_ddp(first, seed, 2, halves, group=dist.group.WORLD)
         saved = copy.deepcopy(first.state_dict())
-        second = to_torch(Feedback(), dict(halves.named_parameters()))
         second.load_state_dict(saved)
         assert_equal(dict(second.state_dict()), dict(saved))
-        ddp = DistributedDataParallel(halves, **SMALL)
-        ddp.register_comm_hook(None, second)
-        train(ddp, halves, range(2, 4))
+        with_ddp(second, seed, 2, halves, first=2, **SMALL)
         assert saved["step"] == 2
         assert second.step == 4
         assert {type(t) for t in saved["params"]["layers.0.weight"].values()} == {Tensor}
