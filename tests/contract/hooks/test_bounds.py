@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -171,33 +173,39 @@ def test_many_power_iterations_give_the_best_approximation(warm_start: bool) -> 
     torch.testing.assert_close(found, (left[:, :3] * values[:3] @ right[:, :3].mT).expand(2, -1, -1))
 
 
-WRONG = {
-    "rank": lambda: hooks.PowerSGD(rank=0),
-    "start_step": lambda: hooks.PowerSGD(start_step=-1),
-    "iterations": lambda: hooks.PowerSGD(iterations=0),
-    "min_compression_rate": lambda: hooks.PowerSGD(min_compression_rate=0),
-    "per": lambda: hooks.Quantize("row"),
-    "channel": lambda: hooks.Quantize("channel", 0),
-    "levels": lambda: hooks.QSGD(levels=128),
-    "block": lambda: hooks.OneBit(block=12),
-    "ratio": lambda: hooks.TopK(0),
-    "ratio must": lambda: hooks.RandomK(1.5),
-    "step must": lambda: hooks.after(-1, hooks.OneBit()),
-    "After.hook must be CommHook": lambda: hooks.after(1, "onebit"),
-    "needs a request for sums": lambda: hooks.chain(hooks.ByteGrad(), hooks.FP16()),
-    "needs a hook without per-parameter state": lambda: hooks.chain(hooks.AllReduce(), hooks.OneBit()),
-    "dtype must be": lambda: hooks.cast(hooks.AllReduce(), torch.int8),
-    "expected hooks by pattern, got {}": lambda: hooks.partition({}),
-    r"got <class '.*FP16'> for '\*'": lambda: hooks.partition({"*": hooks.FP16}),
-    "hooks.partition needs a hook that calls": lambda: hooks.partition({"*": hooks.from_torch(print)}),
-    r"levels\^2 = 225 numbers or more": lambda: hooks.error_feedback(hooks.QSGD(levels=15, block=225)),
-    r"levels\^2 = 4 numbers": lambda: hooks.chain(hooks.RandomK(0.5), hooks.QSGD(levels=2)),
-    "needs an error to feed back": lambda: hooks.error_feedback(hooks.AllReduce()),
-}
+#: What can't work, also at some later step, is refused when it is made.
+WRONG = [
+    ("rank", lambda: hooks.PowerSGD(rank=0)),
+    ("start_step", lambda: hooks.PowerSGD(start_step=-1)),
+    ("iterations", lambda: hooks.PowerSGD(iterations=0)),
+    ("min_compression_rate", lambda: hooks.PowerSGD(min_compression_rate=0)),
+    ("per", lambda: hooks.Quantize("row")),
+    ("channel", lambda: hooks.Quantize("channel", 0)),
+    ("levels", lambda: hooks.QSGD(levels=128)),
+    ("block", lambda: hooks.OneBit(block=12)),
+    ("ratio", lambda: hooks.TopK(0)),
+    ("ratio must", lambda: hooks.RandomK(1.5)),
+    ("step must", lambda: hooks.after(-1, hooks.OneBit())),
+    ("After.hook must be CommHook", lambda: hooks.after(1, "onebit")),
+    ("needs a request for sums, which ByteGrad", lambda: hooks.chain(hooks.ByteGrad(), hooks.FP16())),
+    ("needs a request for sums, which ByteGrad", lambda: hooks.chain(hooks.after(9, hooks.ByteGrad()), hooks.BF16())),
+    ("needs a hook without per-parameter state", lambda: hooks.chain(hooks.AllReduce(), hooks.OneBit())),
+    ("sums of its results, which Adasum", lambda: hooks.chain(hooks.AllReduce(), hooks.after(9, hooks.Adasum()))),
+    ("sums of its results, which Noop", lambda: hooks.chain(hooks.AllReduce(), hooks.Noop())),
+    ("sums of its results, which FromTorch", lambda: hooks.chain(hooks.AllReduce(), hooks.from_torch(print))),
+    ("dtype must be", lambda: hooks.cast(hooks.AllReduce(), torch.int8)),
+    ("expected hooks by pattern, got {}", lambda: hooks.partition({})),
+    (r"got <class '.*FP16'> for '\*'", lambda: hooks.partition({"*": hooks.FP16})),
+    ("hooks.partition needs a hook that calls", lambda: hooks.partition({"*": hooks.from_torch(print)})),
+    (r"levels\^2 = 225 numbers or more", lambda: hooks.error_feedback(hooks.QSGD(levels=15, block=225))),
+    (r"levels\^2 = 4 numbers", lambda: hooks.chain(hooks.RandomK(0.5), hooks.QSGD(levels=2))),
+    ("needs an error to feed back", lambda: hooks.error_feedback(hooks.AllReduce())),
+    ("needs an error to feed back", lambda: hooks.error_feedback(hooks.after(9, hooks.AllReduce()))),
+]
 
 
-@pytest.mark.parametrize("text", WRONG)
-def test_wrong_fields_are_refused_when_made(text: str) -> None:
+@pytest.mark.parametrize(("text", "make"), WRONG)
+def test_wrong_fields_are_refused_when_made(text: str, make: Callable[[], object]) -> None:
     with pytest.raises(StrategyError, match=text) as raised:
-        WRONG[text]()
+        make()
     assert isinstance(raised.value, ValueError)

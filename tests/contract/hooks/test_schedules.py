@@ -113,23 +113,6 @@ def test_an_exchange_takes_the_one_in_force(seed: int) -> None:
     torch.testing.assert_close(ltx.vmap(two)(x), start - 0.1 * x.mean(0) - 0.1 * x)
 
 
-# What can't work is refused when it is made, not at the step from which on it would be in force.
-WRONG = {
-    "needs a request for sums, which ByteGrad": lambda: hooks.chain(hooks.after(10, hooks.ByteGrad()), hooks.BF16()),
-    "needs sums of its results, which Adasum": lambda: hooks.chain(hooks.AllReduce(), hooks.after(10, hooks.Adasum())),
-    "needs sums of its results, which Noop": lambda: hooks.chain(hooks.AllReduce(), hooks.Noop()),
-    "needs sums of its results, which FromTorch": lambda: hooks.chain(
-        hooks.AllReduce(), hooks.from_torch(lambda state, bucket: None)
-    ),
-    "needs an error to feed back": lambda: FED(hooks.after(10, hooks.AllReduce())),
-}
-
-
-@pytest.mark.parametrize("text", WRONG)
-def test_combinations_that_cannot_work(text: str) -> None:
-    refuses(StrategyError, text, WRONG[text])
-
-
 def test_hooks_that_would_share_a_tensor_have_one_shape_of_it() -> None:
     hook = hooks.after(10, hooks.PowerSGD(4, start_step=0), first=hooks.PowerSGD(1, start_step=0))
     with pytest.raises(StrategyError, match=r"PowerSGD\(start_step=0\) keeps 'q' of parameter 'w' as float32\[1, 30\]"):
