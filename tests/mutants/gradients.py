@@ -51,7 +51,7 @@ MUTANTS = (
     Mutant(
         "gradients: gradients of gradients go through the hook -> second derivatives are compressed",
         At("Schedule.hook_of", "return ExactSum(counts_as(hook, self.plan.axis.size)) if self.again else", "return"),
-        "tests/internal/hooks/test_plain.py::test_gradients_of_gradients_are_exact",
+        "tests/contract/reports/test_orders.py::test_every_hook_counts_as_the_mean",
     ),
     Mutant(
         "gradients: each rank keeps its own order of arrival -> "

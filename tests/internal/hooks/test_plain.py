@@ -193,18 +193,6 @@ def test_fp16_divides_before_it_rounds_and_overflows_alike(ranks: Ranks) -> None
     assert found.tolist() == [60000.0, float("inf")]
 
 
-def test_gradients_of_gradients_are_exact(ranks: Ranks, seed: int) -> None:
-    """The outer backward pass goes through the inner one, on the wire too."""
-    w, v = torch.randn(2, 50, dtype=torch.float64)
-
-    def run() -> Tensor:
-        scale = 1 + ltx.axis_index()
-        step = ltx.data_parallel(lambda w: scale * (w**3).sum(), ltx.DDPStrategy(comm_hook=ltx.hooks.ByteGrad()))
-        return torch.func.grad(lambda w: torch.func.grad(step)(w) @ v)(w)
-
-    torch.testing.assert_close(ranks(2).run(run).replicated(), 1.5 * 6 * w * v)
-
-
 def test_hooks_without_sums_have_none_to_hand_on() -> None:
     for hook in (hooks.Noop(), hooks.from_torch(lambda state, bucket: None)):
         assert not hook.sums
