@@ -61,12 +61,6 @@ def produced_backward(f: F, p: Params, *batch: Tensor) -> Tensor:
     return z.grad
 
 
-def retained(f: F, p: Params, *batch: Tensor) -> list[tuple[Tensor, ...]]:
-    leaves = {name: w.detach().requires_grad_() for name, w in p.items()}
-    loss = f(leaves, *batch)
-    return [torch.autograd.grad(scale * loss, list(leaves.values()), retain_graph=True) for scale in (1.0, -3.0)]
-
-
 def in_inference_mode(transform: F) -> F:
     def apply(f: F, p: Params, *batch: Tensor) -> Any:
         with torch.inference_mode():
@@ -93,7 +87,6 @@ TRANSFORMS = {
     ),
     "produced parameters": Transform(produced),
     "produced parameters, backward": Transform(produced_backward, plain=True),
-    "retain_graph twice": Transform(retained, plain=True),
 }
 
 
