@@ -260,20 +260,10 @@ JaxCall = Callable[[Tensor], Tensor]
 JaxRow = dict[str, Any]
 Values = dict[str, Tensor]
 
-#: op -> ltx's call on one rank, by the argument names of the table.
+COLLECTIVES = (ltx.psum, ltx.pmean, ltx.pmax, ltx.pmin, ltx.all_gather, ltx.psum_scatter, ltx.ppermute, ltx.all_to_all)
+#: op -> ltx's call on one rank
 CALLS: dict[str, Callable[..., Tensor]] = {
-    "psum": lambda x, groups=None: ltx.psum(x, axis_index_groups=groups),
-    "pmean": lambda x, groups=None: ltx.pmean(x, axis_index_groups=groups),
-    "pmax": lambda x, groups=None: ltx.pmax(x, axis_index_groups=groups),
-    "pmin": lambda x, groups=None: ltx.pmin(x, axis_index_groups=groups),
-    "all_gather": lambda x, dim, tiled, groups=None: ltx.all_gather(x, dim=dim, tiled=tiled, axis_index_groups=groups),
-    "psum_scatter": lambda x, dim, tiled, groups=None: ltx.psum_scatter(
-        x, dim=dim, tiled=tiled, axis_index_groups=groups
-    ),
-    "ppermute": lambda x, perm: ltx.ppermute(x, [(source, destination) for source, destination in perm]),
-    "all_to_all": lambda x, split_dim, concat_dim, groups=None: ltx.all_to_all(
-        x, split_dim, concat_dim, axis_index_groups=groups
-    ),
+    **{collective.__name__: collective for collective in COLLECTIVES},
     "axis_index": lambda x: x * ltx.axis_index(),
 }
 JAX_OPS = list(CALLS)
@@ -298,7 +288,8 @@ def tensors(row: JaxRow, names: tuple[str, ...]) -> tuple[Tensor, ...]:
 
 
 def call(row: JaxRow) -> JaxCall:
-    return lambda x: CALLS[row["op"]](x, **row["args"])
+    arguments = {"axis_index_groups" if name == "groups" else name: value for name, value in row["args"].items()}
+    return lambda x: CALLS[row["op"]](x, **arguments)
 
 
 def derivatives(f: JaxCall, x: Tensor, bar: Tensor, dot: Tensor) -> Values:
