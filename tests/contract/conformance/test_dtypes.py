@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import ltx
+from tests.contract.conformance.table import ring
 from tests.kinds import OnNewAxis, Ranks
 from tests.train_on import said
 
@@ -32,10 +33,6 @@ UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 SUMS = (*WHOLE, *REAL, *COMPLEX)
 EXTREMA = (*WHOLE, *REAL)
 BITS = (*WHOLE, *UNSIGNED)
-
-
-def around(n: int) -> list[tuple[int, int]]:
-    return [(rank, (rank + 1) % n) for rank in range(n)]
 
 
 def total(xs: Tensor) -> Tensor:
@@ -71,7 +68,7 @@ OPS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor, int], Tensor], A
     "gather": (lambda x: ltx.gather(x, ltx.axis_size() - 1), lambda xs, r: only_at(xs, r, len(xs) - 1), PLAIN),
     "scatter": (lambda x: ltx.scatter(x, tiled=True), lambda xs, r: xs[0].chunk(len(xs))[r], PLAIN),
     "psum_to": (ltx.psum_to, lambda xs, r: only_at(total(xs), r, 0), SUMS),
-    "ppermute": (lambda x: ltx.ppermute(x, around(ltx.axis_size())), lambda xs, r: xs[r - 1], PLAIN),
+    "ppermute": (lambda x: ltx.ppermute(x, ring(ltx.axis_size())), lambda xs, r: xs[r - 1], PLAIN),
     "gather_all_tensors": (lambda x: torch.stack(ltx.gather_all_tensors(x)), lambda xs, r: xs, PLAIN),
     "broadcast_object": (ltx.broadcast_object, lambda xs, r: xs[0], PLAIN),
 }

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import ltx
+from tests.contract.conformance.table import everywhere
 from tests.kinds import Ranks
 
 Arguments = dict[str, Any]
@@ -64,10 +65,6 @@ class Op:
     linear: bool = True
 
 
-def _everywhere(y: Tensor, n: int) -> Tensor:
-    return y.expand(n, *y.shape)
-
-
 def _sum(xs: Tensor) -> Tensor:
     return xs.sum(0, dtype=torch.int64 if xs.dtype == torch.bool else xs.dtype)
 
@@ -75,15 +72,15 @@ def _sum(xs: Tensor) -> Tensor:
 def _extremum(which: str) -> Callable[..., Tensor]:
     def reference(xs: Tensor) -> Tensor:
         if xs.dtype == torch.bool:
-            return _everywhere(xs.any(0) if which == "amax" else xs.all(0), len(xs))
-        return _everywhere(getattr(xs, which)(0), len(xs))
+            return everywhere(xs.any(0) if which == "amax" else xs.all(0), len(xs))
+        return everywhere(getattr(xs, which)(0), len(xs))
 
     return reference
 
 
 def _gathered(xs: Tensor, dim: int, tiled: bool) -> Tensor:
     parts = list(xs)
-    return _everywhere(torch.cat(parts, dim) if tiled else torch.stack(parts, dim), len(xs))
+    return everywhere(torch.cat(parts, dim) if tiled else torch.stack(parts, dim), len(xs))
 
 
 def _scattered(xs: Tensor, dim: int, tiled: bool) -> Tensor:
@@ -105,18 +102,18 @@ def _reduced(xs: Tensor, op: str | None, keep_dtype: bool) -> Tensor:
     n = len(xs)
     match op:
         case None | "sum":
-            return _everywhere(_sum(xs), n)
+            return everywhere(_sum(xs), n)
         case "mean" | "avg":
             truncates = keep_dtype and xs.dtype not in FLOATS + COMPLEX
             mean = torch.div(_sum(xs), n, rounding_mode="trunc").to(xs.dtype) if truncates else _sum(xs) / n
-            return _everywhere(mean, n)
+            return everywhere(mean, n)
         case "min" | "max":
             return _extremum(f"a{op}")(xs)
         case "product":
-            return _everywhere(xs.prod(0, dtype=torch.int64 if xs.dtype is torch.bool else xs.dtype), n)
+            return everywhere(xs.prod(0, dtype=torch.int64 if xs.dtype is torch.bool else xs.dtype), n)
         case _:
             bits = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}[op]
-            return _everywhere(functools.reduce(bits, xs.unbind(0)), n)
+            return everywhere(functools.reduce(bits, xs.unbind(0)), n)
 
 
 def _at(y: Tensor, rank: int, n: int) -> Tensor:
@@ -165,14 +162,14 @@ def _reduce_op(ops: tuple[str | None, ...]) -> Callable[[int, int], st.SearchStr
 
 
 OPS: dict[str, Op] = {
-    "psum": Op(ltx.psum, lambda xs: _everywhere(_sum(xs), len(xs))),
-    "pmean": Op(ltx.pmean, lambda xs: _everywhere(_sum(xs) / len(xs), len(xs))),
+    "psum": Op(ltx.psum, lambda xs: everywhere(_sum(xs), len(xs))),
+    "pmean": Op(ltx.pmean, lambda xs: everywhere(_sum(xs) / len(xs), len(xs))),
     "pvary": Op(ltx.pvary, lambda xs: xs),
     "pmax": Op(ltx.pmax, _extremum("amax"), dtypes=REAL_DTYPES, linear=False),
     "pmin": Op(ltx.pmin, _extremum("amin"), dtypes=REAL_DTYPES, linear=False),
     "all_gather": Op(ltx.all_gather, _gathered, _gather_arguments),
     "psum_scatter": Op(ltx.psum_scatter, _scattered, _cut_arguments, _scatter_shape, least_dims=1),
-    "broadcast": Op(ltx.broadcast, lambda xs, src: _everywhere(xs[src], len(xs)), _with_rank("src")),
+    "broadcast": Op(ltx.broadcast, lambda xs, src: everywhere(xs[src], len(xs)), _with_rank("src")),
     "psum_to": Op(ltx.psum_to, lambda xs, dst: _at(_sum(xs), dst, len(xs)), _with_rank("dst")),
     "gather": Op(
         ltx.gather,
@@ -188,7 +185,7 @@ OPS: dict[str, Op] = {
     ),
     "weighted_mean": Op(
         lambda tree, **named: ltx.weighted_mean(tree, 2, **named),
-        lambda xs: _everywhere(xs.double().mean(0).to(xs.dtype if xs.is_floating_point() else torch.float32), len(xs)),
+        lambda xs: everywhere(xs.double().mean(0).to(xs.dtype if xs.is_floating_point() else torch.float32), len(xs)),
         dtypes=REAL_DTYPES,
     ),
     "all_to_all": Op(
@@ -379,7 +376,7 @@ def test_cotangents(name: str, data: st.DataObject) -> None:
     for x, y, y_bar, x_bar in zip(xs, ys, bars, x_bars, strict=True):
         _, pull = torch.func.vjp(functools.partial(op.reference, **example.arguments), x)
         (want,) = pull(y_bar)
-        torch.testing.assert_close(x_bar, _everywhere(want.sum(0), example.n) if name == "pvary" else want)
+        torch.testing.assert_close(x_bar, everywhere(want.sum(0), example.n) if name == "pvary" else want)
         if op.linear:
             torch.testing.assert_close((y_bar * y).sum(), ((x_bar * x)[:1] if name == "pvary" else x_bar * x).sum())
 
@@ -457,7 +454,7 @@ def test_step_with_gradients_in_bfloat16(seed: int) -> None:
     step = ltx.data_parallel(_loss, ltx.DDPStrategy(comm_hook="bf16"))
     got = ltx.vmap(torch.func.grad(step), in_dims=(None, 0, 0))(params, xs, ys)
     for name, grads in each.items():
-        assert torch.equal(got[name], _everywhere(got[name][0], N)), "ranks differ"
+        assert torch.equal(got[name], everywhere(got[name][0], N)), "ranks differ"
         bound = 2**-8 * ((grads / N).abs().sum(0) + grads.mean(0).abs()) + 1e-12
         error = (got[name][0] - grads.mean(0)).abs()
         assert (error > 0).any(), "nothing was rounded"
