@@ -126,10 +126,7 @@ def test_steps_with_checkpoints_are_those_without(call: Any, reentrant: bool, ra
 def test_they_are_those_of_torch(seed: int) -> None:
     _, twin, batches = made(seed)
     optimizer = torch.optim.SGD(twin.parameters(), lr=LR)
-    for t, x in enumerate(batches):
-        optimizer.zero_grad()
-        drawn(lambda x=x: twin(x), t).backward()
-        optimizer.step()
+    train_on.loop_of_torch(optimizer, lambda t, x: drawn(lambda: twin(x), t), enumerate(batches))
     torch.testing.assert_close(trained(seed, False, "backward")[0], params_of(twin))
 
 
