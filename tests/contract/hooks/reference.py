@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ltx.extend import noise
 
-Shapes = dict[str, torch.Size]
 States = list[dict[str, dict[str, Tensor]]]  # by rank, path and name
 #: (shares by rank and path, states, step) -> (the sum of what was sent, next states)
 Twin = Callable[[list[dict[str, Tensor]], States, int], tuple[dict[str, Tensor], States]]
@@ -30,14 +29,15 @@ def unflat(vector: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def with_feedback(send: Callable[..., Any]) -> Twin:
-    """A twin of ``send(shares, states, step) -> (total, each rank's part of it, states)`` with error feedback."""
+    """A twin with error feedback; ``send(shares, next states, step) -> (total, each rank's part of it)``."""
 
     def twin(shares: list[dict[str, Tensor]], states: States, step: int) -> tuple[dict[str, Tensor], States]:
         given = [
             {name: x + state[name].get("residual", 0) for name, x in inputs.items()}
             for inputs, state in zip(shares, states, strict=True)
         ]
-        total, parts, following = send(given, states, step)
+        following = [{name: dict(state) for name, state in of.items()} for of in states]
+        total, parts = send(given, following, step)
         for rank, part in enumerate(parts):
             for name, state in following[rank].items():
                 if "residual" in states[rank][name]:
@@ -101,8 +101,7 @@ def scattered(code: Code, multiple: int = 1, seed: int | None = None, padded: bo
         for rank in range(n):
             sent[rank][rank] += result[rank] - sums[rank]
         parts = [unflat(part.flatten()[:numel], shares[0]) for part in sent]
-        following = [{name: dict(state) for name, state in of.items()} for of in states]
-        return unflat(result.flatten()[:numel], shares[0]), parts, following
+        return unflat(result.flatten()[:numel], shares[0]), parts
 
     return with_feedback(send)
 
@@ -191,18 +190,16 @@ def random_k(ratio: float, seed: int, feedback: bool) -> Twin:
             place = first + int(drawn[i] * (last - first))
             for part, inputs in zip(parts, shares, strict=True):
                 part[place] = flat(inputs)[place] * (1 if feedback else last - first)
-        following = [{name: dict(state) for name, state in of.items()} for of in states]
-        return unflat(sum(parts), shares[0]), [unflat(part, shares[0]) for part in parts], following
+        return unflat(sum(parts), shares[0]), [unflat(part, shares[0]) for part in parts]
 
     return with_feedback(send)
 
 
-def power(rank: int, warm_start: bool = True, rate: float = 2.0, iterations: int = 1) -> Twin:
+def power(rank: int, rate: float = 2.0, iterations: int = 1) -> Twin:
     def send(shares: list[dict[str, Tensor]], states: States, step: int) -> Any:
         n = len(shares)
         total: dict[str, Tensor] = {}
         parts: list[dict[str, Tensor]] = [{} for _ in shares]
-        following = [{name: dict(state) for name, state in of.items()} for of in states]
         for name, x in shares[0].items():
             whole = sum(inputs[name] for inputs in shares)
             rows = x.shape[0] if x.ndim else 1
@@ -219,10 +216,10 @@ def power(rank: int, warm_start: bool = True, rate: float = 2.0, iterations: int
                 p = columns_of(matrix @ q)
                 q = matrix.mT @ p
             total[name] = (p @ q.mT).view_as(x)
-            for part, state in zip(parts, following, strict=True):
+            for part, state in zip(parts, states, strict=True):
                 part[name] = total[name] / n
                 state[name]["q"] = (q / q.norm(dim=0)).mT
-        return total, parts, following
+        return total, parts
 
     return with_feedback(send)
 
@@ -236,8 +233,7 @@ def batched_power(rank: int, seed: int) -> Twin:
         start = noise.normal(key, min(rank, side) * side, whole.dtype).view(-1, side)
         p = columns_of(matrix @ start.mT)
         total = unflat(torch.cat([(p @ (p.mT @ matrix)).flatten(), whole[matrix.numel() :]]), shares[0])
-        following = [{name: dict(state) for name, state in of.items()} for of in states]
-        return total, [{name: x / n for name, x in total.items()} for _ in shares], following
+        return total, [{name: x / n for name, x in total.items()} for _ in shares]
 
     return with_feedback(send)
 
