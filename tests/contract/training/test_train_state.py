@@ -115,22 +115,6 @@ def test_frozen() -> None:
         trained(0).step = 3
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
-def test_distributed_checkpoint(tmp_path: Path) -> None:
-    state = trained(3)
-    dcp.save({"train": state}, checkpoint_id=tmp_path, no_dist=True)
-    other = trained(1)
-    place = other.params["a"].data_ptr()
-    dcp.load({"train": other}, checkpoint_id=tmp_path, no_dist=True)
-    assert other.step == 3
-    assert other.params["a"].data_ptr() == place
-    assert_same_bits(other.params, state.params)
-    after, metrics = TRAIN(other, X)
-    expected, expected_metrics = TRAIN(state, X)
-    assert_same_bits(after, expected)
-    assert_same_bits(metrics.loss, expected_metrics.loss)
-
-
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -151,8 +135,9 @@ def test_torchs_checkpoints_keep_what_is_each_ranks_own(strategy: ltx.Strategy, 
         state, _ = train(train.init({"w": torch.ones(3), "b": torch.zeros(())}), x)
         dcp.save({"state": state}, checkpoint_id=tmp_path)
         other = train.init({"w": torch.zeros(3), "b": torch.ones(())})
+        place = other.params["w"].data_ptr()
         dcp.load({"state": other}, checkpoint_id=tmp_path)
-        assert other.step == 1
+        assert (other.step, other.params["w"].data_ptr()) == (1, place)
         assert_same_bits(train(other, x)[0].params, train(state, x)[0].params)
         paths = state.state_dict()
         return all((f"params.rank_{rank}_of_2.w" in paths) == (rank == ltx.world().rank) for rank in range(2))
@@ -170,10 +155,8 @@ def test_a_checkpoint_of_other_shapes_is_refused_and_changes_nothing() -> None:
     state, saved = trained(1), trained(3).state_dict()
     before = copy.deepcopy(state)
     saved["params.b.c"], saved["params.a"] = torch.tensor(7.0), torch.tensor([5.0])
-    with pytest.raises(
-        InputError, match=r"leaf 'params.a' is float32\[1\] in the checkpoint, and float32\[3\] in this"
-    ):
-        state.load_state_dict(saved)
+    text = r"leaf 'params.a' is float32\[1\] in the checkpoint, and float32\[3\] in this"
+    refuses(InputError, text, state.load_state_dict, saved)
     assert_same_bits(state, before)
 
 
@@ -196,17 +179,6 @@ def test_compiled_steps_are_counted_once_in_a_checkpoint(way: str, tmp_path: Pat
     for step in (4, 5):
         other, _ = train(other, X)
         assert other.sync_state.checked_step() == step
-
-
-def test_no_donation_under_transforms() -> None:
-    train = ltx.train_step(ltx.data_parallel(lambda p, x: (p["w"] * x).sum()), sgd(lr=1.0))
-    state = train.init({"w": torch.ones(2)})
-    stepped = ltx.vmap(train, in_dims=(None, 0))
-    for _ in range(2):
-        after, metrics = stepped(state, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-        assert after.params["w"].tolist() == [[-1.0, -2.0]] * 2
-        assert metrics.loss.tolist() == [5.0, 5.0]
-    assert state.params["w"].tolist() == [1.0, 1.0]
 
 
 def test_metrics_are_a_tree() -> None:
@@ -299,15 +271,6 @@ def test_what_functorch_wraps_holds_no_old_value() -> None:
     grads = torch.func.grad(lambda w: (w * w).sum())(best["w"])  # functorch doesn't ask the class of a tensor
     assert grads.isnan().all()
     assert state.params["w"].isfinite().all()
-
-
-def test_going_back_to_a_copy() -> None:
-    train, state, x = made()
-    state, _ = train(state, x)
-    best = copy.deepcopy(state)
-    once = [train(copy.deepcopy(best), x)[0].params["w"].tolist() for _ in range(2)]
-    state, _ = train(state, x)
-    assert once == [state.params["w"].tolist()] * 2
 
 
 def test_tensors_that_were_put_into_a_state() -> None:

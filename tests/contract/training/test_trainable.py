@@ -83,7 +83,7 @@ def test_on_simulated_ranks(seed: int) -> None:
     train = ltx.train_step(ltx.data_parallel(loss_of(net)), sgd(lr=0.1))
     state, x = train.init(dict(net.named_parameters())), torch.randn(3, 6, 4)
     after = ltx.vmap(lambda x: train(state, x)[0].params)(x)
-    whole, _ = train(state, x.flatten(0, 1))
+    whole, _ = train(state, x.flatten(0, 1))  # which no step of a simulated rank has taken over
     for name, value in whole.params.items():
         torch.testing.assert_close(after[name], value.expand(3, *value.shape))
 
