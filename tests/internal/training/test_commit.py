@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ltx
-from ltx.errors import InvalidStateError, ReplicaDivergedError
+from ltx.errors import InvalidStateError
 from ltx.typing import Tree
 from tests.kinds import Ranks
 from tests.train_on import said
@@ -202,38 +201,6 @@ def _trainer(strategy: ltx.Strategy | None = None, **options: Any) -> Any:
 
 def _two() -> Tree:
     return {"w": torch.tensor([1.0, 2.0])}
-
-
-def test_steps_outside_of_the_main_thread() -> None:
-    train = _trainer()
-    with ThreadPoolExecutor(1) as other:
-        state, _ = other.submit(lambda: train(train.init(_two()), torch.ones(2))).result()
-    assert state.step == 1
-
-
-def test_ranks_that_were_interrupted_in_different_steps_are_told(ranks: Ranks) -> None:
-    """Each rank's state is whole, but they aren't of the same step: the first step in the new world says so."""
-
-    def begin() -> None:
-        train = _trainer()
-        torch.ltx_test_state = train(train.init(_two()), torch.ones(2))[0]  # type: ignore[attr-defined]
-
-    def differ() -> None:
-        if ltx.world().rank == 1:
-            torch.ltx_test_state.params["w"].add_(1.0)  # type: ignore[attr-defined]
-        raise KeyboardInterrupt
-
-    def go_on() -> str:
-        train, state = _trainer(), torch.__dict__.pop("ltx_test_state")
-        text = said(ReplicaDivergedError, train, state, torch.ones(2))
-        state, _ = train(train.broadcast(state, src=1), torch.ones(2))
-        return f"{state.step} {text}"
-
-    pool = ranks(2)
-    pool.run(begin)
-    said(ltx.errors.WorkerError, pool.run, differ)
-    text = pool.run(go_on).replicated()
-    assert text.startswith("2 axis 'data': leaf 'params.w' (float32[2]) should be the same on every rank")
 
 
 @pytest.mark.full(but=1)
