@@ -300,15 +300,3 @@ def test_ranks_that_agree_after_each_step(where: str, ranks: Ranks, seed: int) -
     assert [said for said, *_ in found] == [["DeadlockDetectedError"], [why]]
     assert found[0][1:] == found[1][1:]
     torch.testing.assert_close(found[0][2], _alone(seed, {BROKEN}), rtol=1e-5, atol=1e-6)
-
-
-def test_a_world_of_one_goes_on(seed: int) -> None:
-    for where in ("forward", "update"):
-        train = ltx.train_step(ltx.data_parallel(_loss), BreaksOnce([0] * (where == "update")))
-        state, raised = train.init(torch.tensor(0.5)), 0
-        for i in range(STEPS):
-            try:
-                state, _ = train(state, _batches(seed, 0)[i], where == "forward" and i == BROKEN)
-            except (MemoryError, torch.OutOfMemoryError):
-                raised += 1
-        assert (raised, state.step) == (1, STEPS - 1)
