@@ -141,14 +141,10 @@ def test_forks_are_refused_after_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_arguments_that_are_none_of_it(ranks: Ranks) -> None:
-    with pytest.raises(WorkerError, match=r"start_method must be one of 'popen', 'spawn', 'fork', 'forkserver'"):
-        ltx.launch(print, 2, start_method="thread")  # type: ignore[arg-type]
-    with pytest.raises(
-        WorkerError, match=r"ltx\.launch: the number of workers must be a whole number of at least 1, got 0"
+    for error, text, given in (
+        (WorkerError, "start_method must be one of 'popen', 'spawn', 'fork', 'forkserver'", {"start_method": "thread"}),
+        (ArgumentError, "launch: strategy must be Strategy or None, got 'fork' of type str", {"strategy": "fork"}),
+        (WorkerError, r"ltx\.launch: threads must be a whole number of at least 1, got 0", {"threads": 0}),
     ):
-        ltx.launch(print, 0)
-    with pytest.raises(ArgumentError, match=r"launch: strategy must be Strategy or None, got 'fork' of type str"):
-        ltx.launch(print, 1, strategy="fork")  # type: ignore[arg-type]
-    with pytest.raises(WorkerError, match=r"ltx.launch: threads must be a whole number of at least 1, got 0"):
-        ltx.launch(print, 1, threads=0)
+        refuses(error, text, ltx.launch, print, 2, **given)
     assert "was called inside a worker" in ranks(2).run(said, WorkerError, ltx.launch, print, 2).rank(0)
