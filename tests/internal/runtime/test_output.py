@@ -87,13 +87,6 @@ def test_letters_that_the_drivers_encoding_has_not(before: Any, monkeypatch: pyt
     assert raw.getvalue().splitlines()[-1] == rb"[rank 0] Gr\xfc\xdfe, \udcff"
 
 
-def test_a_driver_without_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", None)
-    Printed("stdout", "a line\n").shown(0, 1, {})
-    Line("stdout", "a line").shown(0, 1, {})
-    ltx.show("a value")
-
-
 def test_threads_that_write_at_once() -> None:
     delivered: list[Any] = []
     writer = Writer("stdout", 1, delivered.append)

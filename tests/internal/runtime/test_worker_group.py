@@ -183,10 +183,6 @@ SCRIPTS = {
         "print(*out, dist.is_initialized(), gloo_threads())",
         [(0, "0 2 3.0 True False 0"), (0, "1 2 3.0 True False 0")],
     ),
-    "one world after the other": (
-        "for turn in range(3):\n    init(timeout=timeout)\n    out = total()\n    shutdown()\nprint(out)",
-        [(0, "3.0"), (0, "3.0")],
-    ),
     "no shutdown, and rank 0, which hosts the store, ends first": (
         "init(timeout=timeout)\nprint(total())\nif world().rank == 0: sys.exit(0)\ntime.sleep(0.3)\nprint('later')",
         [(0, "3.0"), (0, "later")],
