@@ -16,7 +16,8 @@ from tests.contract.strategies.problem import make_problem
 from tests.contract.strategies.table import KINDS, ROWS
 from tests.contract.strategies.test_conformance import tensors, trainer
 from tests.kinds import OnNewAxis, Params, Ranks
-from tests.train_on import go_on, inner, refuses, said, trained
+from tests.train_on import go_on, inner, on_ranks, refuses, said, trained
+from tests.twins.cases import assert_same_bits
 
 NAN, INF = float("nan"), float("inf")
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -27,11 +28,6 @@ BAD_STEP = 4
 
 def bits(state: Any) -> list[Tensor]:
     return [x.clone() for x in ltx.tree.flatten((state.params, state.buffers, state.opt_state, state.sync_state))[0]]
-
-
-def assert_equal(got: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(got) == len(expected)
-    assert all(map(torch.equal, got, expected))
 
 
 # --- every strategy --------------------------------------------------------------------------------------------------
@@ -141,27 +137,23 @@ def test_all_ranks_raise_and_the_step_can_be_done_again(
     for (raised, kept, end), (_, _, expected) in zip(results, undisturbed, strict=True):
         assert raised == [told]
         assert kept
-        assert_equal(end, expected)
+        assert_same_bits(end, expected)
 
 
-def test_infinite_ones_on_several_ranks_are_listed(ranks: Ranks) -> None:
+@on_ranks(3)
+def test_infinite_ones_on_several_ranks_are_listed() -> None:
     train = ltx.train_step(ltx.data_parallel(lambda p, x: sum((q * x).sum() for q in p.values())), SGD, guard="raise")
-
-    def on_a_rank() -> str:
-        rank, state = int(ltx.axis_index()), train.init({str(i): torch.ones(4) for i in range(6)})
-        x = torch.tensor([1.0, INF, 1.0, INF if rank == 2 else 1.0]) if rank else torch.ones(4)
-        return said(FloatingPointError, train, state, x)
-
-    (told,) = set(ranks(3).run(on_a_rank))
+    rank, state = int(ltx.axis_index()), train.init({str(i): torch.ones(4) for i in range(6)})
+    x = torch.tensor([1.0, INF, 1.0, INF if rank == 2 else 1.0]) if rank else torch.ones(4)
+    told = said(FloatingPointError, train, state, x)
     leaves = [", ".join(f"leaf '{i}' (infinite, {count} of 4 elements)" for i in range(4)) for count in (1, 2)]
     assert f"rank 1: {leaves[0]} and 2 more; rank 2: {leaves[1]} and 2 more. The state" in told
 
 
-def test_what_only_the_sum_makes_infinite(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_what_only_the_sum_makes_infinite() -> None:
     train = ltx.train_step(ltx.data_parallel(inner, ltx.HorovodStrategy(op="sum")), SGD, guard="raise")
-    (told,) = set(
-        ranks(2).run(lambda: said(NotFiniteError, train, train.init(torch.zeros(2)), torch.tensor([3e38, 1])))
-    )
+    told = said(NotFiniteError, train, train.init(torch.zeros(2)), torch.tensor([3e38, 1]))
     what = "each rank's own, computed again, are finite, but the reduced ones aren't"
     assert f"{what}: the value itself (infinite, 1 of 2 elements)." in told
 
@@ -175,45 +167,44 @@ class _Spoiling(ltx.hooks.CommHook):
         return total, states
 
 
-def test_what_a_hook_does_afterwards_is_seen(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_what_a_hook_does_afterwards_is_seen() -> None:
     for hook, seen in ((ltx.hooks.AllReduce(), False), (_Spoiling(), True)):
-        args = (inner, SGD, torch.zeros(8), [torch.ones(8)], ltx.DDPStrategy(comm_hook=hook))
-        assert ranks(2).run(lambda args=args: trained(*args, guard="skip").skipped).replicated() == [seen]
+        strategy = ltx.DDPStrategy(comm_hook=hook)
+        assert trained(inner, SGD, torch.zeros(8), [torch.ones(8)], strategy, guard="skip").skipped == [seen]
 
 
-def test_what_a_weight_makes_infinite_is_seen(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_what_a_weight_makes_infinite_is_seen() -> None:
     """A sum of weights below the number of ranks makes gradients larger once they are reduced."""
 
     def loss(w: Tensor, x: Tensor, weight: Tensor) -> ltx.Weighted:
         return ltx.Weighted((w * x).sum(), weight)
 
-    def on_a_rank() -> list[bool]:
-        x, small = torch.tensor([2e38, -2e38]), torch.tensor(0.25 * (int(ltx.axis_index()) == 0))
-        return [trained(loss, SGD, torch.zeros(2), [(x, w)], guard="skip").skipped[0] for w in (torch.ones(()), small)]
-
-    assert ranks(2).run(on_a_rank).replicated() == [False, True]
+    x, small = torch.tensor([2e38, -2e38]), torch.tensor(0.25 * (int(ltx.axis_index()) == 0))
+    for weight, seen in ((torch.ones(()), False), (small, True)):
+        assert trained(loss, SGD, torch.zeros(2), [(x, weight)], guard="skip").skipped == [seen]
 
 
 @pytest.mark.parametrize("place", [0, 300_000, 700_000, -1])
-def test_one_element_of_many_pieces(ranks: Ranks, place: int) -> None:
-    def on_a_rank() -> list[bool]:
-        good = torch.ones(1_000_003)
-        bad = good.clone()
-        bad[place] = NAN if int(ltx.axis_index()) == 1 else 1.0
-        return trained(inner, SGD, torch.zeros(1_000_003), [good, bad, good], guard="skip").skipped
-
-    assert ranks(2).run(on_a_rank).replicated() == [False, True, False]
+@on_ranks(2)
+def test_one_element_of_many_pieces(place: int) -> None:
+    good = torch.ones(1_000_003)
+    bad = good.clone()
+    bad[place] = NAN if int(ltx.axis_index()) == 1 else 1.0
+    skipped = trained(inner, SGD, torch.zeros(1_000_003), [good, bad, good], guard="skip").skipped
+    assert skipped == [False, True, False]
 
 
 # --- what is finite --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("guard", ["raise", "skip"])
-def test_huge_gradients_are_no_alarm(guard: str, ranks: Ranks) -> None:
-    args = inner, SGD, torch.zeros(100), [torch.full((100,), 3e38)]
-    for state, metrics in ranks(2).run(lambda: tuple(trained(*args, guard=guard))):
-        assert not metrics[0].skipped
-        assert state.params.all()
+@on_ranks(2)
+def test_huge_gradients_are_no_alarm(guard: str) -> None:
+    state, (metrics,) = trained(inner, SGD, torch.zeros(100), [torch.full((100,), 3e38)], guard=guard)
+    assert not metrics.skipped
+    assert state.params.all()
 
 
 # --- together with the rest ------------------------------------------------------------------------------------------
@@ -266,18 +257,18 @@ def test_combined_with(name: str, strategy: ltx.Strategy, ranks: Ranks, seed: in
         return before, bits(state), told
 
     for before, after, told in ranks(2).run(lambda: on_a_rank(int(ltx.axis_index()))):
-        assert_equal(after, before)
+        assert_same_bits(after, before)
         assert re.search(r"rank 1: leaf 'b' \((NaN|infinite), 1 of 1 elements\), leaf 'w'", told)
         assert "rank 0" not in told
     before, after, told = on_a_rank(1)
-    assert_equal(after, before)
+    assert_same_bits(after, before)
     assert "rank 0: leaf 'b'" in told
     if name != "compiled loss":
         train = made("skip")
         state, _ = ltx.vmap(train, in_dims=(None, 0))(start(train), good)
         after, metrics = ltx.vmap(train)(state, bad)
         assert metrics.skipped.tolist() == [True, True]
-        assert_equal(bits(after), bits(state))
+        assert_same_bits(bits(after), bits(state))
         told = said(NotFiniteError, ltx.vmap(made("raise")), state, bad)
         assert "rank 1: leaf 'b' (" in told
         assert "rank 0" not in told
@@ -298,59 +289,48 @@ def test_a_skipped_step_has_no_norm(kind: str, ranks: Ranks) -> None:
         torch.testing.assert_close(torch.stack(list(norms)), expected, equal_nan=True)
 
 
-def test_buffers_of_a_skipped_step_are_kept(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_buffers_of_a_skipped_step_are_kept() -> None:
     def loss(p: Tensor, buffers: Params, x: Tensor) -> Any:
         return (p * x).sum(), {"mean": 0.9 * buffers["mean"] + 0.1 * x.mean()}
 
-    def on_a_rank() -> tuple[float, float, list[bool]]:
-        batches = [torch.full((3,), value if ltx.world().rank else 1.0) for value in (1.0, NAN, 1.0)]
-        found = trained(loss, SGD, torch.ones(3), batches, buffers={"mean": torch.zeros(())}, guard="skip")
-        return found.state.buffers["mean"].item(), found.params[0].item(), found.skipped
-
-    for mean, param, skipped in ranks(2).run(on_a_rank):
-        assert (mean, skipped) == (pytest.approx(0.19), [False, True, False])
-        assert param == pytest.approx(1 - 0.1 - 0.19)  # two steps of momentum SGD
+    batches = [torch.full((3,), value if ltx.world().rank else 1.0) for value in (1.0, NAN, 1.0)]
+    found = trained(loss, SGD, torch.ones(3), batches, buffers={"mean": torch.zeros(())}, guard="skip")
+    assert found.skipped == [False, True, False]
+    assert found.state.buffers["mean"].item() == pytest.approx(0.19)
+    assert found.params[0].item() == pytest.approx(1 - 0.1 - 0.19)  # two steps of momentum SGD
 
 
-def test_random_numbers_are_drawn_again_to_find_out(ranks: Ranks, seed: int) -> None:
+@on_ranks(2)
+def test_random_numbers_are_drawn_again_to_find_out(seed: int) -> None:
     """Dropout decides which leaf it is; the generator then goes on as after a step that went well."""
 
     def loss(p: Params, x: Tensor) -> Tensor:
         place = torch.randint(100, ())
         return sum((p[name] * (x if i == place else 1.0)).sum() for i, name in enumerate(sorted(p)))
 
-    def on_a_rank() -> tuple[str, int, int, bool]:
-        torch.manual_seed(seed + int(ltx.axis_index()))
-        train = ltx.train_step(ltx.data_parallel(loss), SGD, guard="raise", donate=False)
-        state = train.init({f"{i:02}": torch.ones(2) for i in range(100)})
-        before = torch.get_rng_state()
-        train(state, torch.ones(2))
-        after = torch.rand(1)
-        torch.set_rng_state(before)
-        told = said(NotFiniteError, train, state, torch.full((2,), NAN))
-        same = torch.equal(torch.rand(1), after)
-        torch.set_rng_state(before)
-        return told, int(torch.randint(100, ())), int(ltx.axis_index()), same
-
-    for told, place, rank, same in ranks(2).run(on_a_rank):
-        assert f"rank {rank}: leaf '{place:02}' (NaN, 2 of 2 elements)" in told
-        assert same
+    torch.manual_seed(seed + int(ltx.axis_index()))
+    train = ltx.train_step(ltx.data_parallel(loss), SGD, guard="raise", donate=False)
+    state = train.init({f"{i:02}": torch.ones(2) for i in range(100)})
+    before = torch.get_rng_state()
+    train(state, torch.ones(2))
+    after = torch.rand(1)
+    torch.set_rng_state(before)
+    told = said(NotFiniteError, train, state, torch.full((2,), NAN))
+    assert torch.equal(torch.rand(1), after)
+    torch.set_rng_state(before)
+    assert f"rank {int(ltx.axis_index())}: leaf '{int(torch.randint(100, ())):02}' (NaN, 2 of 2 elements)" in told
 
 
-def test_dynamic_loss_scaling_skips_until_it_isnt_to_blame(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_dynamic_loss_scaling_skips_until_it_isnt_to_blame() -> None:
     precision = ltx.Precision(compute=torch.float16, loss_scale=ltx.DynamicLossScale(init=8.0))
     train = ltx.train_step(ltx.mixed_precision(ltx.data_parallel(inner), precision), SGD, guard="raise")
-
-    def on_a_rank() -> tuple[list[float], str]:
-        x = torch.full((3,), 1e6 if ltx.world().rank else 1.0)  # infinite in float16, whatever the scale
-        state, metrics = go_on(train, train.init(torch.ones(3)), [x] * 3)
-        told = said(NotFiniteError, train, state, x)
-        assert state.params.tolist() == [1.0] * 3
-        return [each.loss_scale.item() for each in metrics], told
-
-    for scales, told in ranks(2).run(on_a_rank):
-        assert scales == [8.0, 4.0, 2.0]
-        assert "gradients of step 3 aren't finite. rank 1: the value itself " in told
+    x = torch.full((3,), 1e6 if ltx.world().rank else 1.0)  # infinite in float16, whatever the scale
+    state, metrics = go_on(train, train.init(torch.ones(3)), [x] * 3)
+    assert [each.loss_scale.item() for each in metrics] == [8.0, 4.0, 2.0]
+    refuses(NotFiniteError, r"gradients of step 3 aren't finite\. rank 1: the value itself ", train, state, x)
+    assert state.params.tolist() == [1.0] * 3
 
 
 # --- a limit ---------------------------------------------------------------------------------------------------------
@@ -359,52 +339,41 @@ def test_dynamic_loss_scaling_skips_until_it_isnt_to_blame(ranks: Ranks) -> None
 BAD = [False, True, True, False, True, True, True]
 
 
-def until_too_many(train: Any, x: Callable[[bool], Tensor]) -> tuple[list[Any], str, bool, bool]:
-    """What is skipped, the error after that, whether it has left the state alone, and the next bad step's metrics."""
-    state, skipped = start(train), []
+def check_too_many(train: Any, x: Callable[[bool], Tensor], culprit: int) -> None:
+    """What is skipped, the error after that, which leaves the state alone, and that the next bad step is skipped."""
+    state = start(train)
     for bad in BAD[:-1]:
         state, metrics = train(state, x(bad))
-        skipped.append(metrics.skipped.unique().tolist())
+        assert metrics.skipped.unique().tolist() == [bad]
     before = bits(state)
     told = said(NotFiniteError, train, state, x(True))
-    kept = all(map(torch.equal, bits(state), before))
-    state, _ = train(state, x(False))
-    return skipped, told, kept, train(state, x(True))[1].skipped.all().item()
-
-
-def check_too_many(found: tuple[list[Any], str, bool, bool], culprit: int) -> None:
-    skipped, told, kept, again = found
-    assert skipped == [[bad] for bad in BAD[:-1]]
     assert told.startswith(f"train_step: gradients of step 6 aren't finite. rank {culprit}: leaf 'b'")
     assert " Nor were those of 2 steps before, which were skipped. The state is as it was before the step" in told
     assert "max_skipped=2 allows no more in a row" in told
-    assert kept
-    assert again
+    assert_same_bits(bits(state), before)
+    state, _ = train(state, x(False))
+    assert train(state, x(True))[1].skipped.all()
 
 
 @pytest.mark.full(but=2)
 @pytest.mark.parametrize("name", [name for name in RAISING if name not in ("several buckets", "adasum")])
-def test_no_more_than_so_many_in_a_row(name: str, ranks: Ranks) -> None:
+@on_ranks(2)
+def test_no_more_than_so_many_in_a_row(name: str) -> None:
     train = ltx.train_step(ltx.data_parallel(linear, RAISING[name]), SGD, guard="skip", max_skipped=2)
-
-    def on_a_rank() -> Any:
-        rank = int(ltx.axis_index())
-        return until_too_many(train, lambda bad: torch.full((3, 4), NAN if bad and rank == 1 else 0.5))
-
-    for found in ranks(2).run(on_a_rank):
-        check_too_many(found, culprit=1)
+    value = NAN if int(ltx.axis_index()) == 1 else 0.5
+    check_too_many(train, lambda bad: torch.full((3, 4), value if bad else 0.5), culprit=1)
 
 
 def test_no_more_than_so_many_alone_and_on_simulated_ranks() -> None:
     train = ltx.train_step(ltx.data_parallel(linear), SGD, guard="skip", max_skipped=2)
-    check_too_many(until_too_many(train, lambda bad: torch.full((3, 4), NAN if bad else 0.5)), culprit=0)
+    check_too_many(train, lambda bad: torch.full((3, 4), NAN if bad else 0.5), culprit=0)
 
     def of_ranks(state: Any, x: Tensor) -> Any:
         x = torch.stack([torch.full_like(x, 0.5), x])
         return ltx.vmap(train, in_dims=(None if state.step == 0 else 0, 0))(state, x)
 
     of_ranks.init = train.init  # type: ignore[attr-defined]
-    check_too_many(until_too_many(of_ranks, lambda bad: torch.full((3, 4), NAN if bad else 0.5)), culprit=1)
+    check_too_many(of_ranks, lambda bad: torch.full((3, 4), NAN if bad else 0.5), culprit=1)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -422,7 +391,7 @@ def test_a_step_that_autograd_differentiates_raises_as_others(kwargs: dict[str, 
 def test_a_limit_beside_a_loss_scale_and_in_a_checkpoint() -> None:
     precision = ltx.Precision(compute=torch.float16, loss_scale=ltx.DynamicLossScale(init=8.0, growth_interval=2))
     train = ltx.train_step(ltx.mixed_precision(ltx.data_parallel(linear), precision), SGD, max_skipped=2)
-    check_too_many(until_too_many(train, lambda bad: torch.full((3, 4), NAN if bad else 0.5)), culprit=0)
+    check_too_many(train, lambda bad: torch.full((3, 4), NAN if bad else 0.5), culprit=0)
 
     for made in (train, ltx.train_step(ltx.data_parallel(linear), SGD, guard="skip", max_skipped=2)):
         bad, resumed = torch.full((3, 4), NAN), start(made)
@@ -436,7 +405,6 @@ def test_a_limit_beside_a_loss_scale_and_in_a_checkpoint() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "text"),
     [
-        ({"guard": True}, "guard must be 'off' or 'skip' or 'raise', got True"),
         ({"guard": "skip", "max_skipped": 0}, "max_skipped must be None or"),
         ({"max_skipped": 2}, 'max_skipped=2 is a limit on skipped steps, and guard="off" skips none'),
         ({"guard": "raise", "max_skipped": 2}, 'guard="raise" skips none'),
@@ -446,22 +414,17 @@ def test_what_cant_be(kwargs: dict[str, Any], text: str) -> None:
     refuses(StrategyError, text, ltx.train_step, ltx.data_parallel(linear), SGD, **kwargs)
 
 
-def test_passes_of_horovod_that_arent_finite_arent_added(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_passes_of_horovod_that_arent_finite_arent_added() -> None:
     """Two passes an update. A bad pass counts for nothing; a bad sum is dropped."""
-    train = ltx.train_step(
-        ltx.data_parallel(inner, ltx.HorovodStrategy(backward_passes_per_step=2)), PLAIN_SGD, guard="skip"
-    )
-
-    def on_a_rank() -> list[float]:
-        state, seen = train.init(torch.zeros(())), []
-        for value in (1.0, 2.0, NAN, 4.0, 8.0, NAN, 16.0, 32.0):
-            state, _ = train(state, torch.tensor(value if ltx.world().rank else abs(value)))
-            seen.append(-state.params.item())
-        return seen
-
-    for seen in ranks(2).run(on_a_rank):
-        assert all(x == x for x in seen)
-        assert (seen[1], seen[3]) == (3.0, 7.0)
+    step = ltx.data_parallel(inner, ltx.HorovodStrategy(backward_passes_per_step=2))
+    train = ltx.train_step(step, PLAIN_SGD, guard="skip")
+    state, seen = train.init(torch.zeros(())), []
+    for value in (1.0, 2.0, NAN, 4.0, 8.0, NAN, 16.0, 32.0):
+        state, _ = train(state, torch.tensor(value if ltx.world().rank else abs(value)))
+        seen.append(-state.params.item())
+    assert all(x == x for x in seen)
+    assert (seen[1], seen[3]) == (3.0, 7.0)
 
 
 # --- refused ---------------------------------------------------------------------------------------------------------
