@@ -95,32 +95,25 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def steps(way: str, read: bool) -> list[bool]:
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2, alone=True)
+def test_the_module_has_the_present_values(way: str, read: bool) -> None:
     strategy, options = WAYS[way]
     model, train, state = begun(strategy, **options)
     owners, start = list(model.parameters()), values(model)
-    found = [shows(model, state)]
+    assert shows(model, state)
     for number in range(5):
         state, _ = train(state, batch(number) * (torch.inf if way == "skip" and number == 2 else 1))
         if read:
             _ = state.params
-        found.append(shows(model, state))
-    state = train.finish(state)
-    found.append(shows(model, state))
-    now = values(model)
-    found.append(all(a is b for a, b in zip(owners, model.parameters(), strict=True)))
-    found.append([x.requires_grad for x in owners] == [True, True, True, True, False])
-    found.append(model.last.weight is model.first.weight)
-    found += [torch.equal(start[name], now[name]) == (name == "last.bias") for name in ("first.weight", "last.bias")]
-    return found
-
-
-@pytest.mark.parametrize("read", [False, True])
-@pytest.mark.parametrize("way", WAYS)
-def test_the_module_has_the_present_values(way: str, read: bool, ranks: Ranks) -> None:
-    assert all(steps(way, read))
-    for found in ranks(2).run(steps, way, read):
-        assert all(found), found
+        assert shows(model, state)
+    assert shows(model, train.finish(state))
+    assert all(a is b for a, b in zip(owners, model.parameters(), strict=True))
+    assert [x.requires_grad for x in owners] == [True, True, True, True, False]
+    assert model.last.weight is model.first.weight
+    assert not torch.equal(start["first.weight"], model.first.weight)
+    assert torch.equal(start["last.bias"], model.last.bias)
 
 
 def in_place(model: nn.Module) -> None:
@@ -315,28 +308,22 @@ ELSEWHERE: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {
 }
 
 
-def from_elsewhere(name: str) -> list[Any]:
+@pytest.mark.parametrize("name", ELSEWHERE)
+@on_ranks(2, alone=True)
+def test_states_from_elsewhere(name: str) -> None:
+    """The module shows what `train` gave last; what a program made is shown after a step of it."""
     model, train, state = begun(ltx.ZeroStrategy() if name == "gather" else None)
     state, _ = train(state, batch(0))
     make, at_once = ELSEWHERE[name]
     other = make(train, copy.deepcopy(state))
     if not at_once and name != "replace":
         state, _ = train(state, batch(1))  # the module goes on, and the other one is behind
-        found = [shows(model, state) and not shows(model, other)]
-    else:
-        found = [shows(model, other) == at_once]
+        assert shows(model, state)
+    assert shows(model, other) == at_once
     other, _ = train(other, batch(2))
-    found.append(shows(model, other))
+    assert shows(model, other)
     state, _ = train(state, batch(3))
-    return [*found, shows(model, state)]
-
-
-@pytest.mark.parametrize("name", ELSEWHERE)
-def test_states_from_elsewhere(name: str, ranks: Ranks) -> None:
-    """The module shows what `train` gave last; what a program made is shown after a step of it."""
-    assert all(from_elsewhere(name))
-    for found in ranks(2).run(from_elsewhere, name):
-        assert all(found), found
+    assert shows(model, state)
 
 
 def from_another_process(pickled: bytes) -> None:
@@ -367,7 +354,8 @@ def test_a_copied_pair_of_model_and_state_stays_together() -> None:
     assert not shows(first["model"], clone["state"])
 
 
-def in_its_own_memory() -> list[bool]:
+@on_ranks(2, alone=True)
+def test_parameters_stay_in_their_memory() -> None:
     """Another process, or a flat buffer, may look at the memory of the module's parameters."""
     model = Net(int(ltx.axis_index()))
     flat = nn.utils.parameters_to_vector(model.parameters()).detach()
@@ -377,14 +365,10 @@ def in_its_own_memory() -> list[bool]:
         at += x.numel()
     train = training(model)
     state = train.init(model, dict(model.named_buffers()))
-    found = [torch.equal(flat, ltx.broadcast(flat))]
+    assert torch.equal(flat, ltx.broadcast(flat))
     state, _ = train(state, batch(0))
-    return [*found, torch.equal(flat, nn.utils.parameters_to_vector(model.parameters())), shows(model, state)]
-
-
-def test_parameters_stay_in_their_memory(ranks: Ranks) -> None:
-    assert all(in_its_own_memory())
-    assert ranks(2).run(in_its_own_memory).replicated() == [True] * 3
+    assert torch.equal(flat, nn.utils.parameters_to_vector(model.parameters()))
+    assert shows(model, state)
 
 
 def test_an_expanded_parameter_and_a_quantized_buffer(ranks: Ranks) -> None:
@@ -443,19 +427,15 @@ def test_a_buffer_that_changes_its_shape() -> None:
     assert model.least.shape == (4,)
 
 
-def hooked_between_steps(layers: int) -> str:
+@pytest.mark.parametrize("layers", [1, 20])
+@on_ranks(2, alone=True)
+def test_hooks_that_come_between_steps_are_refused(layers: int) -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
     train = ltx.train_step(ltx.data_parallel(lambda p, x: ltx.functional_call(model, p, x).square().mean()), SGD)
     state, _ = train(train.init(model), batch(0))
     first: Any = model[0]
     first.weight.register_hook(torch.zeros_like)
-    return said(StepError, train, state, batch(1))
-
-
-@pytest.mark.parametrize("layers", [1, 20])
-def test_hooks_that_come_between_steps_are_refused(layers: int, ranks: Ranks) -> None:
-    for text in (hooked_between_steps(layers), *ranks(2).run(hooked_between_steps, layers)):
-        assert "'0.weight' of Sequential has hooks (register_hook)" in text
+    refuses(StepError, r"'0\.weight' of Sequential has hooks \(register_hook\)", train, state, batch(1))
 
 
 def test_to_module_and_the_next_step() -> None:
@@ -510,9 +490,10 @@ def test_a_step_that_fails(overlap: Any) -> None:
     state, _ = train(state, batch(0))
     was = values(model)
     refuses(Exception, "shape", train, state, torch.ones(2, 3))  # in the forward pass
-    found = [all(torch.equal(x, was[n]) for n, x in values(model).items()) and shows(model, state)]
+    assert all(torch.equal(x, was[n]) for n, x in values(model).items())
+    assert shows(model, state)
     state, _ = train(state, batch(1))
-    assert all([*found, shows(model, state)])
+    assert shows(model, state)
 
 
 def test_a_module_whose_state_is_invalid_says_so() -> None:

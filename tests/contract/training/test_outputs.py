@@ -93,34 +93,27 @@ def test_what_a_model_returns_holds_its_loss(make: Any, ranks: Ranks) -> None:
         assert all(x == 2.5 for numbers, _ in found for x in numbers)
 
 
-def test_channels_last_stays_so(ranks: Ranks) -> None:
+@on_ranks(2, alone=True)
+def test_channels_last_stays_so() -> None:
     """From a model's parameters through broadcast, init, a step, and a broadcast of the state."""
-
-    def run() -> bool:
-        w = torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last)
-        train = ltx.train_step(ltx.data_parallel(lambda p, x: (p["w"] * x).sum()), SGD)
-        state = train.init({"w": ltx.broadcast(w)})
-        found = [ltx.broadcast(w), state.params["w"].clone()]
-        assert torch.equal(*found)
-        state, _ = train(state, torch.ones(()))
-        state = train.broadcast(state)
-        found += [state.params["w"], train.broadcast(train.init({"w": w.contiguous()}), 0).params["w"]]
-        return [x.stride() == w.stride() for x in found] == [True, True, True, False]
-
-    assert run()
-    assert ranks(2).run(run).replicated()
+    w = torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last)
+    train = ltx.train_step(ltx.data_parallel(lambda p, x: (p["w"] * x).sum()), SGD)
+    state = train.init({"w": ltx.broadcast(w)})
+    found = [ltx.broadcast(w), state.params["w"].clone()]
+    assert torch.equal(*found)
+    state, _ = train(state, torch.ones(()))
+    state = train.broadcast(state)
+    found += [state.params["w"], train.broadcast(train.init({"w": w.contiguous()}), 0).params["w"]]
+    assert [x.stride() == w.stride() for x in found] == [True, True, True, False]
 
 
-def test_detached_outputs_stay_detached(ranks: Ranks) -> None:
+@on_ranks(2, alone=True)
+def test_detached_outputs_stay_detached() -> None:
     """On two ranks as alone: what a step detaches has no graph."""
-
-    def run() -> list[bool]:
-        step = ltx.data_parallel(lambda w, x: ((w * x).sum(), (w * x).detach()))
-        loss, seen = step(torch.ones(2, requires_grad=True), torch.ones(2))
-        assert seen.numpy().tolist() == [1.0, 1.0]
-        return [loss.requires_grad, seen.requires_grad]
-
-    assert [run(), *ranks(2).run(run)] == [[True, False]] * 3
+    step = ltx.data_parallel(lambda w, x: ((w * x).sum(), (w * x).detach()))
+    loss, seen = step(torch.ones(2, requires_grad=True), torch.ones(2))
+    assert seen.numpy().tolist() == [1.0, 1.0]
+    assert (loss.requires_grad, seen.requires_grad) == (True, False)
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
@@ -151,13 +144,12 @@ def test_a_step_that_takes_buffers_and_a_state_that_has_none() -> None:
         (lambda step: ltx.accumulate(step, steps=2), r"would cut the buffers into micro-batches.*carry=1"),
     ):
         train = ltx.train_step(wrap(ltx.data_parallel(lambda w, buffer, x: ((w * x).sum(), buffer + 1))), SGD)
-        with pytest.raises(StepError, match=r"takes \(w.*train\.init\(params, dict\(module\.named_buffers\(\)\)\)"):
-            train(train.init(w), x)
+        text = r"takes \(w.*train\.init\(params, dict\(module\.named_buffers\(\)\)\)"
+        refuses(StepError, text, train, train.init(w), x)
         train = ltx.train_step(wrap(ltx.data_parallel(lambda w, x: (w * x).sum())), SGD)
         refuses(StepError, of_buffers, lambda train=train: train(train.init(w, buffer), x))
         refuses(TypeError, "positional argument", train, train.init(w), x, x, x)
-        with pytest.raises(TypeError, match="of the step's own"):
-            ltx.train_step(wrap(ltx.data_parallel(fails)), SGD)(train.init(w), x)
+        refuses(TypeError, "of the step's own", ltx.train_step(wrap(ltx.data_parallel(fails)), SGD), train.init(w), x)
 
 
 sgd = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
@@ -194,17 +186,15 @@ def test_loss_and_norm_are_the_ranks_own_or_outputs_means(name: str, ranks: Rank
 
 
 @pytest.mark.parametrize("name", LOCAL)
-def test_a_plain_gradient_is_the_ranks_own_where_ranks_share_something_else(name: str, ranks: Ranks) -> None:
+@on_ranks(2)
+def test_a_plain_gradient_is_the_ranks_own_where_ranks_share_something_else(name: str) -> None:
     step = ltx.data_parallel(lambda w, x: (w * x).sum(), LOCAL[name]())
-
-    def on_rank() -> Tensor:
-        x = torch.full((2,), 1.0 + ltx.world().rank)
-        if not stateful(step.strategy):
-            return ltx.grad(step)(torch.ones(2), x)
-        return ltx.grad(step)(torch.ones(2), x, sync_state=step.init(torch.ones(2)))[0]
-
-    for rank, found in enumerate(ranks(2).run(on_rank)):
-        torch.testing.assert_close(found, torch.full((2,), 1.0 + rank))
+    w, x = torch.ones(2), torch.full((2,), 1.0 + ltx.world().rank)
+    if stateful(step.strategy):
+        found, _ = ltx.grad(step)(w, x, sync_state=step.init(w))
+    else:
+        found = ltx.grad(step)(w, x)
+    torch.testing.assert_close(found, x)
 
 
 def seeded(x: Tensor) -> Tensor:
