@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import ltx
 from ltx.errors import DonatedStateError
 from tests.kinds import Ranks
-from tests.train_on import go_on, inner, mine, on_ranks, said, trained
+from tests.train_on import go_on, inner, loop_of_torch, mine, on_ranks, said, trained
 from tests.twins import training
 from tests.twins.cases import Params, assert_same_bits, params_of, plain_step, seeded
 from tests.twins.training import (
@@ -51,7 +50,6 @@ LIKE_DDP: dict[str, Callable[[nn.Module], Any]] = {
     "accumulate, overlap=update": lambda m: ltx.train_step(
         ltx.accumulate(mean_step(m, BUCKETS), 4), adamw(), overlap="update"
     ),
-    "weighted": lambda m: ltx.train_step(weighted_step(m), adamw()),
     "weighted, accumulate, overlap=update": lambda m: ltx.train_step(
         ltx.accumulate(weighted_step(m, BUCKETS), 4), adamw(), overlap="update"
     ),
@@ -107,39 +105,23 @@ def normed(seed: int) -> nn.Module:
         return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
 
 
-def with_buffers(module: nn.Module) -> Callable[..., Any]:
-    """(loss, next buffers, predictions)"""
+def batch_norm(seed: int) -> tuple[Any, Any]:
+    """By ltx and by DDP: (losses, parameters, this rank's buffers)"""
+    batches, module = [mine(by_rank) for by_rank in problem(seed, EQUAL, 5)[1]], normed(seed)
 
     def step(params: Params, buffers: Params, x: Tensor, y: Tensor) -> Any:
-        buffers = {name: b.clone() for name, b in buffers.items()}  # batch norm writes into them
-        output = functional_call(module, (params, buffers), (x,))
-        return (output - y).square().mean(), buffers, {"predictions": output}
+        output, buffers = ltx.functional_call(module, (params, buffers), (x,), return_buffers=True)
+        return (output - y).square().mean(), buffers
 
-    return step
-
-
-def batch_norm(seed: int) -> tuple[Any, Any]:
-    """By ltx and by DDP: (losses, parameters, this rank's buffers and aux)"""
-    _, batches = problem(seed, EQUAL, 5)
-    batches = [by_rank[ltx.world().rank] for by_rank in batches]
-    module = normed(seed)
-    buffers = dict(module.named_buffers())
-    by_ltx = trained(with_buffers(module), sgd(), params_of(module), batches, buffers=buffers, has_aux=True)
-
+    found = trained(step, sgd(), params_of(module), batches, buffers=dict(module.named_buffers()))
     replica = DistributedDataParallel(module, broadcast_buffers=False)
-    optimizer, losses = torch.optim.SGD(module.parameters(), lr=LR), []
-    for x, y in batches:
-        output = replica(x)
-        loss = (output - y).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(ltx.pmean(loss.detach()))
-    found = by_ltx.losses, by_ltx.params, by_ltx.state.buffers, by_ltx.metrics[-1].aux["predictions"]
-    return found, (torch.stack(losses), params_of(module), dict(module.named_buffers()), output.detach())
+    optimizer = torch.optim.SGD(module.parameters(), lr=LR)
+    losses = loop_of_torch(optimizer, lambda x, y: (replica(x) - y).square().mean(), batches)
+    by_ddp = ltx.pmean(losses), params_of(module), dict(module.named_buffers())
+    return (found.losses, found.params, found.state.buffers), by_ddp
 
 
-def test_buffers_and_aux(ranks: Ranks, seed: int) -> None:
+def test_buffers(ranks: Ranks, seed: int) -> None:
     results = ranks(2).run(batch_norm, seed)
     for found, ddp in results:
         torch.testing.assert_close(found, ddp, rtol=1e-5, atol=1e-6)
@@ -218,44 +200,37 @@ def test_the_optimizer_counts_its_own_updates(strategy: ltx.Strategy, ranks: Ran
         assert not any(torch.equal(params[path], others[path]) for path in params)
 
 
-def init_of_different_ranks() -> tuple[Any, bool]:
+@on_ranks(2)
+def test_init_takes_rank_0s_values_and_copies() -> None:
     rank = ltx.world().rank
     given = {"w": torch.full((3,), float(rank))}
     train = ltx.train_step(ltx.data_parallel(lambda p, b, x: ((p["w"] * x).sum(), b)), sgd())
     state = train.init(given, {"seen": torch.tensor(rank)})
     state, _ = train(state, torch.ones(3))
-    return (state.params, state.buffers), given["w"].tolist() == [rank] * 3
-
-
-def test_init_takes_rank_0s_values_and_copies(ranks: Ranks) -> None:
-    (params, buffers), untouched = ranks(2).run(init_of_different_ranks).replicated()
-    assert untouched
-    assert buffers["seen"] == 0
-    torch.testing.assert_close(params["w"], torch.full((3,), -LR))
+    assert given["w"].tolist() == [rank] * 3
+    assert state.buffers["seen"] == 0
+    torch.testing.assert_close(state.params["w"], torch.full((3,), -LR))
 
 
 @pytest.mark.parametrize("overlap", ["backward", "update"])
 @pytest.mark.parametrize("donate", [True, False])
-def test_donation(donate: bool, overlap: Any, ranks: Ranks, seed: int) -> None:
-    def on_rank() -> Any:
-        module, batches = problem(seed, EQUAL, 1)
-        train = ltx.train_step(mean_step(module), adamw(), donate=donate, overlap=overlap)
-        old = train.init(params_of(module))
-        before, place = ltx.tree.map(torch.clone, old.params), old.params["0.weight"].data_ptr()
-        new, _ = train(old, *mine(batches[0]))
-        assert (new.params["0.weight"].data_ptr() == place) is donate
-        if not donate:
-            assert_same_bits(old.params, before)
-            return train(old, *mine(batches[0]))[1].loss, ""
-        return new.params, said(DonatedStateError, train, old, *mine(batches[0]))
-
-    for _, text in ranks(2).run(on_rank):
-        assert text == "" or text == (
+@on_ranks(2)
+def test_donation(donate: bool, overlap: Any, seed: int) -> None:
+    module, batches = problem(seed, EQUAL, 1)
+    train = ltx.train_step(mean_step(module), adamw(), donate=donate, overlap=overlap)
+    old = train.init(params_of(module))
+    before, place = ltx.tree.map(torch.clone, old.params), old.params["0.weight"].data_ptr()
+    new, _ = train(old, *mine(batches[0]))
+    assert (new.params["0.weight"].data_ptr() == place) is donate
+    if donate:
+        assert said(DonatedStateError, train, old, *mine(batches[0])) == (
             "this TrainState (step 0) was donated to the step that made state 1: its tensors were updated in place and "
             "hold other values now. Use the state that the step returned, state, metrics = train(state, ...); to keep "
             "an old one, copy.deepcopy(state) before the step, or train_step(..., donate=False)."
         )
-        assert bool(text) is donate
+    else:
+        assert_same_bits(old.params, before)
+        assert_same_bits(train(old, *mine(batches[0]))[0].params, new.params)
 
 
 class OutOfDataError(Exception):
