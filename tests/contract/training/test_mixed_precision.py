@@ -21,7 +21,7 @@ from tests.contract.strategies.test_protocol import Gossip, LocalSGD
 from tests.covering import some
 from tests.inside import QAdam, shares_gradients
 from tests.kinds import OnNewAxis, Params, Ranks
-from tests.train_on import go_on, refuses, said, trained
+from tests.train_on import go_on, on_ranks, refuses, said, trained
 from tests.twins.cases import assert_same_bits
 from tests.twins.training import adamw, mean_step, on_a_rank, sgd
 
@@ -121,21 +121,15 @@ def test_micro_batches_add_up_in_the_parameters_dtype(inside: bool) -> None:
     ],
     ids=["own", "bf16", "RandomK"],
 )
-def test_gradients_travel_in_the_reduce_dtype(
-    reduce: torch.dtype | None, nbytes: int, strategy: ltx.Strategy, ranks: Ranks
-) -> None:
+@on_ranks(2)
+def test_gradients_travel_in_the_reduce_dtype(reduce: torch.dtype | None, nbytes: int, strategy: ltx.Strategy) -> None:
     step = ltx.mixed_precision(ltx.data_parallel(loss, strategy), replace(BF16, reduce=reduce))
-
-    def run() -> Any:
-        train = ltx.train_step(step, sgd())
-        state, x = train.init(params()), torch.randn(6, 4)
-        with ltx.profile.record() as trace:
-            state, _ = train(state, x)
-        return [e.nbytes for e in trace.events if e.label == "bucket 0"], state.params["w"].dtype
-
-    sent, dtype = ranks(2).run(run).replicated()
-    assert sent == [nbytes]
-    assert dtype == torch.float32
+    train = ltx.train_step(step, sgd())
+    state = train.init(params())
+    with ltx.profile.record() as trace:
+        state, _ = train(state, torch.randn(6, 4))
+    assert [e.nbytes for e in trace.events if e.label == "bucket 0"] == [nbytes]
+    assert state.params["w"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("overlap", ["backward", "update"])
@@ -349,13 +343,6 @@ def test_what_overflows_on_one_rank_is_skipped_by_all(name: str, ranks: Ranks) -
         torch.testing.assert_close({k: x[rank] for k, x in state.params.items()}, expected, rtol=1e-2, atol=1e-2)
 
 
-def test_world_of_one() -> None:
-    got, scales, skipped = with_ltx(ltx.DDPStrategy(), 0)
-    assert skipped == [(step, 0) in OVERFLOWS for step in range(STEPS)]
-    assert scales[:6] == [1024.0, 1024.0, 512.0, 512.0, 512.0, 1024.0]
-    assert all(x.isfinite().all() for x in got.values())
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("compute", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)])
 def test_a_compiled_step(compute: torch.dtype, ranks: Ranks) -> None:
@@ -515,10 +502,9 @@ def test_errors(make: Callable[[], Any], error: type[Exception], text: str) -> N
 
 def test_asking_cant_be_compiled() -> None:
     train = ltx.train_step(ltx.mixed_precision(ltx.data_parallel(loss, LocalSGD()), FP16), sgd(), donate=False)
-    with pytest.raises(
-        (UnsupportedError, torch._dynamo.exc.TorchDynamoException), match="needs equal gradients on all ranks"
-    ):
-        torch.compile(train, backend="aot_eager", fullgraph=True)(train.init(params()), batch(0, 0))
+    compiled = torch.compile(train, backend="aot_eager", fullgraph=True)
+    refused = UnsupportedError, torch._dynamo.exc.TorchDynamoException
+    refuses(refused, "needs equal gradients on all ranks", compiled, train.init(params()), batch(0, 0))
 
 
 SCALE = "None, an ltx.DynamicLossScale or a finite number of more than 0"
