@@ -22,7 +22,7 @@ from ltx.errors import UnsupportedError
 from tests.contract.conformance.table import OPS, Op, common_shift, draw, jacobian_of_sum, loss, total
 from tests.covering import some
 from tests.kinds import Ranks
-from tests.train_on import refuses
+from tests.train_on import on_ranks, refuses
 
 
 class Square(torch.autograd.Function):
@@ -207,25 +207,19 @@ def test_vectorized_calls_around_simulated_ranks(name: str, seed: int) -> None:
         torch.testing.assert_close(found.detach(), expected, rtol=1e-8, atol=1e-8)
 
 
-def refusals() -> list[str]:
+@on_ranks(2)
+def test_what_cannot_be_batched_is_refused() -> None:
     """Each is refused before anything is sent, and the axis is as it was."""
-    x, said = torch.ones(4), []
+    x = torch.ones(4)
     step = ltx.data_parallel(lambda w, x: (w * x).sin()[:3], ltx.DDPStrategy(comm_hook=ltx.hooks.ByteGrad()))
 
     def nested(x: Tensor) -> Tensor:
         return _vmap(lambda a: _vmap(lambda b: ltx.psum(a * b))(x))(x)  # as one such call inside of another
 
-    for call in (nested, lambda x: jacobian(lambda w: step(w, x), x, vectorize=True)):
-        try:
-            call(x)
-        except UnsupportedError as error:
-            said.append(str(error))
+    for call, text in (
+        (nested, r"inside several vectorised calls of torch\.autograd, one in another\. Use torch\.func\.jacrev"),
+        (lambda x: jacobian(lambda w: step(w, x), x, vectorize=True), "can't reduce gradients of several samples at"),
+    ):
+        refuses(UnsupportedError, text, call, x)
         assert ltx.psum(x * (1 + ltx.world().rank)).tolist() == [3.0] * 4
         assert torch.func.grad(lambda w: ltx.data_parallel(lambda w: w.sum())(w))(x).tolist() == [1.0] * 4
-    return said
-
-
-def test_what_cannot_be_batched_is_refused(ranks: Ranks) -> None:
-    for said in ranks(2).run(refusals):
-        assert "inside several vectorised calls of torch.autograd, one in another. Use torch.func.jacrev" in said[0]
-        assert "can't reduce gradients of several samples at once" in said[1]

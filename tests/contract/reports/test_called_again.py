@@ -21,7 +21,6 @@ import ltx
 from ltx.errors import DeadlockDetectedError, StepError, TreeError, UnsupportedError
 from ltx.optim import from_torch
 from tests import train_on
-from tests.kinds import Ranks
 from tests.train_on import on_ranks, refuses
 from tests.twins.cases import Params, seeded
 
@@ -158,22 +157,19 @@ def trained(
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_step_that_runs_its_own_backward_pass(ranks: Ranks, seed: int, call: str) -> None:
-    def every(alone: bool) -> None:
-        for how in ("train", "update", "accumulate", "ltx.grad", "torch.func.grad"):
-            want = trained(seed, "plain", how)
-            for kind in BY_AUTOGRAD:
-                torch.testing.assert_close(trained(seed, kind, how, call), want)
-        # Buckets of one parameter: those of the blocks are complete after that of the last layer.
-        torch.testing.assert_close(trained(seed, "reversible", "train", call, None, 8), trained(seed, "plain", "train"))
-        if call == "ltx":
-            for kind in BY_AUTOGRAD[:2]:
-                for checkpoints in (False, True):
-                    got = trained(seed, kind, "train", call, checkpoints)
-                    torch.testing.assert_close(got, trained(seed, "plain", "train"))
-
-    every(True)
-    ranks(2).run(every, False)
+@on_ranks(2, alone=True)
+def test_a_step_that_runs_its_own_backward_pass(seed: int, call: str) -> None:
+    for how in ("train", "update", "accumulate", "ltx.grad", "torch.func.grad"):
+        want = trained(seed, "plain", how)
+        for kind in BY_AUTOGRAD:
+            torch.testing.assert_close(trained(seed, kind, how, call), want)
+    # Buckets of one parameter: those of the blocks are complete after that of the last layer.
+    torch.testing.assert_close(trained(seed, "reversible", "train", call, None, 8), trained(seed, "plain", "train"))
+    if call == "ltx":
+        for kind in BY_AUTOGRAD[:2]:
+            for checkpoints in (False, True):
+                got = trained(seed, kind, "train", call, checkpoints)
+                torch.testing.assert_close(got, trained(seed, "plain", "train"))
 
 
 def test_on_simulated_ranks(seed: int) -> None:
@@ -266,38 +262,31 @@ def test_several_calls_in_one_step(seed: int, kind: str) -> None:
     refuses(StepError, AGAIN + r"has its own tensors there", of, inner_loop, seed, kind)
 
 
-def test_tensors_that_nobody_keeps(ranks: Ranks, seed: int) -> None:
+@on_ranks(2, alone=True)
+def test_tensors_that_nobody_keeps(seed: int) -> None:
     """A call doesn't keep what a step makes: the weights of a sharded layer, say. What needs them again raises."""
 
     def step(net: Net, p: Params, x: Tensor) -> Tensor:
         return ltx.functional_call(net, {name: value.double() * 1 for name, value in p.items()}, (x,))
 
-    def every() -> None:
-        torch.testing.assert_close(of(step, seed, "adjoint"), of(step, seed, "plain"))  # it saves them
-        told = (StepError, DeadlockDetectedError)  # of this rank or of the other
-        refuses(told, r"was given a 'blocks.*' that nobody has kept since", of, step, seed, "reversible")
-
-    every()
-    ranks(2).run(every)
+    torch.testing.assert_close(of(step, seed, "adjoint"), of(step, seed, "plain"))  # it saves them
+    told = (StepError, DeadlockDetectedError)  # of this rank or of the other
+    refuses(told, r"was given a 'blocks.*' that nobody has kept since", of, step, seed, "reversible")
 
 
-def test_errors_and_interrupts_leave_the_module_as_it_was(ranks: Ranks, seed: int) -> None:
-    def every() -> None:
-        for error in (KeyboardInterrupt, ValueError):
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_errors_and_interrupts_leave_the_module_as_it_was(error: Any, seed: int) -> None:
+    def step(net: Net, p: Params, x: Tensor) -> Tensor:
+        def interrupt(_: Tensor) -> None:
+            assert net.first.bias is not own  # the blocks were called before
+            raise error("now")
 
-            def step(net: Net, p: Params, x: Tensor, error: Any = error) -> Tensor:
-                def interrupt(_: Tensor) -> None:
-                    assert net.first.bias is not own  # the blocks were called before
-                    raise error("now")
+        own = net.first.bias
+        first = p["first.weight"] * 1
+        first.register_hook(interrupt)
+        return ltx.functional_call(net, {**p, "first.weight": first}, (x,))
 
-                own = net.first.bias
-                first = p["first.weight"] * 1
-                first.register_hook(interrupt)
-                return ltx.functional_call(net, {**p, "first.weight": first}, (x,))
-
-            refuses(error, "now", of, step, seed, "reversible")
-
-    every()
+    refuses(error, "now", of, step, seed, "reversible")
     torch.testing.assert_close(of(two_batches, seed, "adjoint"), of(two_batches, seed, "plain"))
 
 
@@ -336,7 +325,8 @@ class Dummy(Reversible):
 
 
 @pytest.mark.parametrize("how", ["train", "update", "accumulate", "ltx.grad", "torch.func.grad"])
-def test_a_function_that_leads_to_a_tensor_of_its_own_alone(ranks: Ranks, seed: int, how: str) -> None:
+@on_ranks(2, alone=True)
+def test_a_function_that_leads_to_a_tensor_of_its_own_alone(seed: int, how: str) -> None:
     def step_of(kind: str) -> tuple[Any, Params, Tensor]:
         with seeded(seed):
             net, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), torch.randn(2, 4, 3)[ltx.axis_index()]
@@ -358,13 +348,9 @@ def test_a_function_that_leads_to_a_tensor_of_its_own_alone(ranks: Ranks, seed: 
             return train_on.trained(step, SGD, params, [x], overlap=overlap).params
         return {"ltx.grad": ltx.grad, "torch.func.grad": torch.func.grad}[how](step)(params, x)  # type: ignore[operator]
 
-    def every() -> None:
-        for kind in ("near", "far"):
-            torch.testing.assert_close(found(kind), found("plain"))
-        torch.testing.assert_close(found("twice"), found("plain twice"))
-
-    every()
-    ranks(2).run(every)
+    for kind in ("near", "far"):
+        torch.testing.assert_close(found(kind), found("plain"))
+    torch.testing.assert_close(found("twice"), found("plain twice"))
 
 
 def test_a_batch_that_leads_there_keeps_its_grad() -> None:

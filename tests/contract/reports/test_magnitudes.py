@@ -23,7 +23,7 @@ from ltx.hooks import CommHook
 from ltx.optim import from_torch
 from tests.contract.hooks.table import HOOKS
 from tests.kinds import Ranks
-from tests.train_on import refuses, said, trained
+from tests.train_on import on_ranks, refuses, trained
 from tests.twins.training import by_train_step, sgd
 
 Grads = dict[str, Tensor]
@@ -363,8 +363,11 @@ def test_numbers_of_tokens(strategy: ltx.Strategy, dtype: torch.dtype, ranks: Ra
 NONE = [math.nan, math.inf, -math.inf, -1.0]
 
 
-def with_weight(weight: float, as_tensor: bool) -> list[str]:
-    """What each kind of step says of rank 0's weight, the other rank's being 4; and whether the state is as before."""
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("weight", NONE)
+@on_ranks(2, alone=True)
+def test_weights_that_count_nothing(weight: float, as_tensor: bool) -> None:
+    """Each kind of step refuses rank 0's weight, the other rank's being 4; the state is as before."""
     mine = weight if int(ltx.axis_index()) == 0 else 4.0
     given = torch.tensor(mine) if as_tensor else mine
     step = ltx.data_parallel(lambda w, x: ltx.Weighted((w * x).sum(), given))
@@ -376,20 +379,16 @@ def with_weight(weight: float, as_tensor: bool) -> list[str]:
         lambda: ltx.grad(ltx.accumulate(step, 2))(torch.ones(()), torch.ones(2)),
         lambda: train(state, torch.ones(2)),
     ]
-    return [*(said(WeightError, call) for call in calls), str(float(state.params))]
+    for call in calls:
+        refuses(WeightError, "is negative, infinite or NaN", call)
+    assert float(state.params) == 1.0
 
 
-@pytest.mark.parametrize("as_tensor", [False, True])
 @pytest.mark.parametrize("weight", NONE)
-def test_weights_that_count_nothing(ranks: Ranks, weight: float, as_tensor: bool) -> None:
-    for *texts, after in (*ranks(2).run(with_weight, weight, as_tensor), with_weight(weight, as_tensor)):
-        assert after == "1.0"
-        assert all("is negative, infinite or NaN" in text for text in texts)
+def test_weights_of_simulated_ranks_that_count_nothing(weight: float) -> None:
     step = ltx.data_parallel(lambda w, x, weight: ltx.Weighted((w * x).sum(), weight))
-    with pytest.raises(WeightError, match="is negative, infinite or NaN"):
-        ltx.vmap(torch.func.grad(step), in_dims=(None, 0, 0))(
-            torch.ones(()), torch.ones(2), torch.tensor([weight, 4.0])
-        )
+    call, weights = ltx.vmap(torch.func.grad(step), in_dims=(None, 0, 0)), torch.tensor([weight, 4.0])
+    refuses(WeightError, "is negative, infinite or NaN", call, torch.ones(()), torch.ones(2), weights)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -421,8 +420,8 @@ def test_schedules_that_give_no_numbers(of: Callable[[float], Any], value: float
 @pytest.mark.parametrize("size", [0, -1, -2])
 @pytest.mark.parametrize("given", [(), (torch.ones(2),)])
 def test_sizes_of_an_axis(given: tuple[Tensor, ...], size: int) -> None:
-    with pytest.raises(AxisError, match=rf"axis_size is the number of ranks, at least 1, got {size}"):
-        ltx.vmap(lambda *x: ltx.axis_index(), axis_size=size)(*given)
+    text = rf"axis_size is the number of ranks, at least 1, got {size}"
+    refuses(AxisError, text, ltx.vmap(lambda *x: ltx.axis_index(), axis_size=size), *given)
 
 
 OVERLAPS: dict[str, tuple[Callable[[Tensor], Any], bool]] = {
@@ -443,8 +442,8 @@ def test_parameters_that_share_memory(name: str) -> None:
     make, overlap = OVERLAPS[name]
     train = ltx.train_step(ltx.data_parallel(lambda p: sum(x.abs().sum() for x in p.values())), sgd(lr=0.1))
     if overlap:
-        with pytest.raises(TreeError, match=r"'[abc]' and '[abc]' share memory .* would be trained apart"):
-            train.init(make(torch.ones(16)))
+        text = r"'[abc]' and '[abc]' share memory .* would be trained apart"
+        refuses(TreeError, text, train.init, make(torch.ones(16)))
     else:
         state, _ = train(train.init(make(torch.ones(16))))
         assert all((x == 0.9).all() for x in state.params.values())

@@ -28,7 +28,7 @@ from tests.contract.conformance.table import OPS, Fn, Op, bend, component, compo
 from tests.contract.hooks.table import HOOKS
 from tests.covering import some
 from tests.kinds import OnNewAxis, Ranks
-from tests.train_on import refuses, said
+from tests.train_on import on_ranks, refuses, said
 
 WORDS = ["".join(letters) for length in (1, 2, 3, 4) for letters in product("FR", repeat=length)]
 #: The fast suite's: every pair of letters, and forward mode three times.
@@ -335,15 +335,12 @@ def test_fake_tensors_wait_for_nobody(ranks: Ranks) -> None:
     assert [found[i] for i in range(len(found)) if i % 3 < 2] == shapes
 
 
-def fake_left_over() -> str:
+@on_ranks(2)
+def test_a_fake_tensor_outside_of_its_mode_is_refused() -> None:
     with torch._subclasses.FakeTensorMode() as mode:
         x = mode.from_tensor(torch.ones(2))
-    return said(TreeError, ltx.psum, {"w": x})
-
-
-def test_a_fake_tensor_outside_of_its_mode_is_refused(ranks: Ranks) -> None:
-    for text in ranks(2).run(fake_left_over):
-        assert text == "psum: leaf 'w' is a FakeTensor, outside of its FakeTensorMode, and its values are needed."
+    text = "psum: leaf 'w' is a FakeTensor, outside of its FakeTensorMode, and its values are needed."
+    assert said(TreeError, ltx.psum, {"w": x}) == text
 
 
 class Calls(Module):
@@ -402,17 +399,13 @@ def test_what_cannot_be_recorded_is_refused_by_name(tracer: str, ranks: Ranks) -
 
 @pytest.mark.parametrize("call", ["psum", "sync_gradients"])
 def test_symbolic_traces_are_refused_by_name(call: str) -> None:
-    with pytest.raises(TreeError, match=r"of type Proxy. torch.fx.symbolic_trace can't record ltx. Use make_fx"):
-        torch.fx.symbolic_trace(Calls(CALLS[call]))
+    text = r"of type Proxy. torch.fx.symbolic_trace can't record ltx. Use make_fx"
+    refuses(TreeError, text, torch.fx.symbolic_trace, Calls(CALLS[call]))
 
 
-def objects_recorded() -> str:
+@on_ranks(2)
+def test_what_no_graph_can_hold_is_refused_before_it_is_sent() -> None:
     text = said(UnsupportedError, make_fx(lambda x: x * ltx.all_gather_object(1.0)[0]), torch.ones(2))
+    assert text.startswith(f"rank {ltx.world().rank}: ")
+    assert text.endswith("fake tensors can't be sent. Call it outside of what is recorded.")
     assert ltx.psum(torch.ones(())) == 2
-    return text
-
-
-def test_what_no_graph_can_hold_is_refused_before_it_is_sent(ranks: Ranks) -> None:
-    for rank, text in enumerate(ranks(2).run(objects_recorded)):
-        assert text.startswith(f"rank {rank}: ")
-        assert text.endswith("fake tensors can't be sent. Call it outside of what is recorded.")
