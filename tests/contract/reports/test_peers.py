@@ -24,18 +24,10 @@ import ltx
 from ltx.errors import CallFailedError, CallInterruptedError, InvalidStateError, LtxError, PeerLostError
 from tests.forks import SILENT_S
 from tests.kinds import Ranks, Started
-from tests.train_on import refuses, said
+from tests.train_on import on_ranks, raised_by, refuses, said
 from tests.twins.training import sgd
 
 HEARTBEAT_S = 3.0
-
-
-def _told(call: Callable[[], object]) -> str:
-    try:
-        call()
-        return "completed"
-    except LtxError as error:
-        return f"{type(error).__name__}: {error}"
 
 
 @pytest.mark.full(but=1)
@@ -48,37 +40,24 @@ def test_a_rank_in_one_long_call_of_c_code_is_waited_for(busy: int, new: bool, s
         ltx.psum(torch.ones(3))
         if ltx.world().rank == busy:
             ctypes.PyDLL(None).usleep(int(2e6 * HEARTBEAT_S))  # which doesn't release Python's lock
-        return _told(lambda: ltx.psum(torch.ones(4 if new else 3)))
+        return raised_by(ltx.psum, torch.ones(4 if new else 3))
 
     world = started(2, body, held_by="rank 0", heartbeat_s=HEARTBEAT_S)
-    assert [world.told(rank) for rank in range(2)] == ["completed"] * 2
-
-
-@pytest.mark.full(but=1)
-@pytest.mark.parametrize("dies", [0, 1])
-def test_what_the_kernel_says_of_a_stopped_process_is_told(dies: int, started: Started) -> None:
-    def body(tell: Callable[[Any], None]) -> str:
-        ltx.psum(torch.ones(3))
-        if ltx.world().rank == dies:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return _told(lambda: ltx.psum(torch.ones(3)))
-
-    said = started(2, body, held_by="launcher", heartbeat_s=HEARTBEAT_S).told(1 - dies)
-    begins = (
-        f"PeerLostError: rank {1 - dies}: rank {dies} on axis 'data' has shown no sign of life for 3 s: its process"
-    )
-    assert said.startswith(f"{begins} has been stopped. It waited for psum"), said
+    assert [world.told(rank) for rank in range(2)] == ["", ""]
 
 
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("held_by", ["rank 0", "launcher"])
-@pytest.mark.parametrize("call", ["barrier", "save"])
+@pytest.mark.parametrize("call", ["psum", "barrier", "save"])
 def test_a_stopped_rank_0_is_told(call: str, held_by: str, tmp_path: Path, started: Started) -> None:
+    """Also what the kernel says of it."""
+
     def body(tell: Callable[[Any], None]) -> None:
         state = ltx.train_step(ltx.data_parallel(lambda w: w.sum()), sgd(0.1)).init(torch.ones(3))
         if ltx.world().rank == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
-        ltx.barrier() if call == "barrier" else ltx.checkpoint.save(tmp_path, state)
+        calls = {"psum": lambda: ltx.psum(state), "barrier": ltx.barrier}
+        calls.get(call, lambda: ltx.checkpoint.save(tmp_path, state))()
 
     said = started(2, body, held_by=held_by, heartbeat_s=HEARTBEAT_S).told(1)
     assert said.startswith("PeerLostError: rank 1: "), said
@@ -98,18 +77,13 @@ class OnOneRankAlone:
 
 
 @pytest.mark.parametrize("gathered", [True, False])
-def test_what_one_rank_cannot_unpickle_is_an_error_of_all(gathered: bool, ranks: Ranks) -> None:
+@on_ranks(3)
+def test_what_one_rank_cannot_unpickle_is_an_error_of_all(gathered: bool) -> None:
     """One rank raised a bare KeyError, and the others went on."""
-
-    def on_a_rank() -> tuple[str, float]:
-        thing = OnOneRankAlone(1)
-        text = said(TypeError, lambda: ltx.all_gather_object(thing) if gathered else ltx.broadcast_object(thing))
-        return text, float(ltx.psum(torch.ones(())))
-
-    what = "all_gather_object" if gathered else "broadcast_object"
-    text, total = ranks(3).run(on_a_rank).replicated()
-    assert text.startswith(f"{what}: rank 1 couldn't unpickle rank 0's: KeyError: 'not here'."), text
-    assert total == 3
+    call = ltx.all_gather_object if gathered else ltx.broadcast_object
+    text = said(TypeError, call, OnOneRankAlone(1))
+    assert text.startswith(f"{call.__name__}: rank 1 couldn't unpickle rank 0's: KeyError: 'not here'."), text
+    assert ltx.psum(torch.ones(())) == 3
 
 
 @pytest.mark.full(but=1)
@@ -186,7 +160,7 @@ def test_asynchronous_averaging_tells_of_a_lost_peer_between_rounds(started: Sta
                     os.kill(os.getpid(), signal.SIGKILL)
                 state, _ = train(state)
 
-        return _told(steps)
+        return raised_by(steps)
 
     said = started(2, body, heartbeat_s=HEARTBEAT_S).told(0)
     assert said.startswith("PeerLostError: rank 0: on axis 'data', the process of rank 1 is gone"), said
@@ -371,39 +345,34 @@ def test_peers_of_a_stopped_one_hold_the_last_whole_step(sockets: bool, started:
         assert isinstance(told, tuple), told
         raised_s, said = told
         assert raised_s - stopped_s < SILENT_S + SOON_S
-        assert f"rank 1 on axis 'data' has shown no sign of life for {SILENT_S:g} s" in said, said
+        silent = f"rank 1 on axis 'data' has shown no sign of life for {SILENT_S:g} s: its process has been stopped. It"
+        assert silent in said, said
         assert said.endswith(f"It was in step {LAST_WHOLE} of the training."), said
         assert world.told(rank) == expected[rank]
 
 
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("donate", [True, False])
-def test_a_failure_between_two_buckets_leaves_no_state_that_is_neither(donate: bool, ranks: Ranks) -> None:
-    def on_a_rank() -> tuple[bool, str]:
-        sgd = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
-        step = ltx.data_parallel(lambda p: sum(w.sum() for w in p.values()), STRATEGY)
-        train = ltx.train_step(step, sgd, overlap="update", donate=donate)
-        state = train.init({f"w{i}": torch.ones(SIDE, SIDE) for i in range(3)})
-        applied, apply = [], type(sgd).update_leaves
+@on_ranks(2)
+def test_a_failure_between_two_buckets_leaves_no_state_that_is_neither(donate: bool) -> None:
+    optimizer = sgd(0.1)
+    step = ltx.data_parallel(lambda p: sum(w.sum() for w in p.values()), STRATEGY)
+    train = ltx.train_step(step, optimizer, overlap="update", donate=donate)
+    state = train.init({f"w{i}": torch.ones(SIDE, SIDE) for i in range(3)})
+    applied, apply = [], type(optimizer).update_leaves
 
-        def fails(*args: Any) -> None:
-            applied.append(apply(*args))
-            if len(applied) == 2:
-                raise ValueError("not today")
+    def fails(*args: Any) -> None:
+        applied.append(apply(*args))
+        if len(applied) == 2:
+            raise ValueError("not today")
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(sgd), "update_leaves", fails)
-            refuses(ValueError, "not today", train, state)
-        try:
-            return all(bool((w == 1).all()) for w in state.params.values()), ""
-        except InvalidStateError as error:
-            return False, str(error)
-
-    same, said = ranks(2).run(on_a_rank).replicated()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(optimizer), "update_leaves", fails)
+        refuses(ValueError, "not today", train, state)
     if donate:
-        assert said.startswith(
+        assert said(InvalidStateError, lambda: state.params).startswith(
             "this TrainState (step 0) is invalid: 2 of 3 buckets had been updated in place when something failed "
             "(ValueError: not today). Load a checkpoint."
         )
     else:
-        assert same
+        assert all((w == 1).all() for w in state.params.values())
