@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -19,9 +17,8 @@ import ltx
 from ltx.errors import ArgumentError, CallFailedError, CallInterruptedError, CallTimeoutError, WorkerError
 from tests.covering import some
 from tests.kinds import Ranks
+from tests.programs import begun, finished
 from tests.train_on import refuses, said
-
-ROOT = Path(__file__).parents[3]
 
 SCRIPT = """
 import os, sys, torch, ltx
@@ -32,29 +29,26 @@ if __name__ == "__main__":
 """
 
 
-def _run(script: str, tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    file = tmp_path / "script.py"
-    file.write_text(script)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, str(file), *arguments], env=environment, capture_output=True, text=True, timeout=110
-    )
+def _run(script: str, tmp_path: Path, *arguments: str) -> tuple[int, str, str]:
+    """(exit status, output, errors)"""
+    (file := tmp_path / "script.py").write_text(script)
+    return finished(begun([str(file), *arguments], [{}]))[0]
 
 
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("method", some(["popen", "fork", "spawn", "forkserver"], "fork", "spawn"))
 def test_every_way_to_start_gives_each_ranks_result(method: str, tmp_path: Path) -> None:
-    done = _run(SCRIPT, tmp_path, method)
-    assert done.stdout.strip() == "[(3.0, 0, 2, 1), (3.0, 1, 2, 1)]", done.stderr
+    _, out, err = _run(SCRIPT, tmp_path, method)
+    assert out.strip() == "[(3.0, 0, 2, 1), (3.0, 1, 2, 1)]", err
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_script_without_a_guard_is_told(method: str, tmp_path: Path) -> None:
-    done = _run(f"import ltx\nltx.launch(print, 1, start_method={method!r})", tmp_path)
-    assert done.returncode == 1
-    assert "runs this script again in every process" in done.stderr
-    assert 'if __name__ == "__main__":' in done.stderr
+    status, _, err = _run(f"import ltx\nltx.launch(print, 1, start_method={method!r})", tmp_path)
+    assert status == 1
+    assert "runs this script again in every process" in err
+    assert 'if __name__ == "__main__":' in err
 
 
 def test_a_fork_has_what_does_not_pickle() -> None:
@@ -130,9 +124,9 @@ def test_forks_are_refused_where_they_would_share_connections(ranks: Ranks, tmp_
         "except ltx.errors.WorkerError as error:\n    print(error)\n"
         "dist.destroy_process_group()\n"
     )
-    assert "torch.distributed is initialised in this process" in _run(script, tmp_path).stdout
-    with pytest.raises(WorkerError, match=r'threads=2, start_method="fork".*OpenMP hangs'):
-        ltx.launch(print, 2, start_method="fork", threads=2)
+    assert "torch.distributed is initialised in this process" in _run(script, tmp_path)[1]
+    text = r'threads=2, start_method="fork".*OpenMP hangs'
+    refuses(WorkerError, text, ltx.launch, print, 2, start_method="fork", threads=2)
 
 
 def test_forks_are_refused_after_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
