@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ltx
 from ltx.errors import InvalidStateError
 from ltx.typing import Tree
-from tests.kinds import Ranks
-from tests.train_on import said
+from tests.train_on import on_ranks, refuses, said
+from tests.twins.cases import assert_same_bits
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False, fused=False)
 FUSED = ltx.optim.from_torch(torch.optim.AdamW, lr=0.1)  # torch doesn't count what its kernel writes
@@ -177,55 +177,37 @@ def test_two_signals_in_one_commit(seed: int) -> None:
     assert (came[0], sorted(came[1:])) == ("apply", ["SIGALRM", "SIGTERM"])
 
 
-def test_an_error_after_the_first_write_by_bucket(seed: int, ranks: Ranks) -> None:
-    """With ``overlap="update"``, on two ranks: the state says that it is invalid even if what cleans up raises too."""
-
-    def run() -> str:
-        x = torch.randn(4, 3)
-        train = ltx.train_step(ltx.data_parallel(_loss), SGD, overlap="update")
-        state, _ = train(train.init(_start()), x)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("ltx.core.gradients.pending.ProcessSchedule.abandon", _runs_out)
-            patch.setattr(type(SGD), "update_leaves", _runs_out)
-            said(MemoryError, train, state, x)
-        return said(InvalidStateError, lambda: state.params)
-
-    assert "(step 1) is invalid" in ranks(2).run(run).replicated()
-
-
-# Ctrl-C in the middle of a step: the state that the caller holds is that of a whole step.
-def _trainer(strategy: ltx.Strategy | None = None, **options: Any) -> Any:
-    step = ltx.data_parallel(lambda p, x: ((p["w"] * x).sum() - 1.0) ** 2, strategy)
-    return ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1), **options)
-
-
-def _two() -> Tree:
-    return {"w": torch.tensor([1.0, 2.0])}
+@on_ranks(2)
+def test_an_error_after_the_first_write_by_bucket() -> None:
+    """With ``overlap="update"``: the state says that it is invalid even if what cleans up raises too."""
+    x = torch.randn(4, 3)
+    train = ltx.train_step(ltx.data_parallel(_loss), SGD, overlap="update")
+    state, _ = train(train.init(_start()), x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ltx.core.gradients.pending.ProcessSchedule.abandon", _runs_out)
+        patch.setattr(type(SGD), "update_leaves", _runs_out)
+        said(MemoryError, train, state, x)
+    refuses(InvalidStateError, r"\(step 1\) is invalid", lambda: state.params)
 
 
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("strategy", [ltx.DDPStrategy(), ltx.ZeroStrategy()])
-def test_between_the_last_bucket_and_the_next_state(strategy: ltx.Strategy, donate: bool, ranks: Ranks) -> None:
+@on_ranks(2)
+def test_between_the_last_bucket_and_the_next_state(strategy: ltx.Strategy, donate: bool) -> None:
     """With overlap="update" all parameters have their new values there, and nothing else has: the state is invalid."""
 
-    def run() -> str:
-        train = _trainer(strategy, overlap="update", donate=donate)
-        state = train.init(_two())
-        with pytest.MonkeyPatch.context() as patch:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
 
-            def interrupted(*_: Any) -> Any:
-                raise KeyboardInterrupt
-
-            patch.setattr(sys.modules["ltx.core.training.guard"], "measured", interrupted)
-            said(KeyboardInterrupt, train, state, torch.ones(2))
-        try:
-            told = str(state.params["w"].tolist())
-        except InvalidStateError as error:
-            told = str(error)
-        ltx.init()
-        train(train.init({"w": torch.zeros(2)}), torch.ones(2))
-        return told
-
-    expected = "all buckets had been updated in place" if donate else "[1.0, 2.0]"
-    assert all(expected in told for told in ranks(2).run(run))
+    train = ltx.train_step(ltx.data_parallel(_loss, strategy), SGD, overlap="update", donate=donate)
+    state, x = train.init(_start()), torch.ones(4, 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["ltx.core.training.guard"], "measured", interrupted)
+        said(KeyboardInterrupt, train, state, x)
+    if donate:
+        refuses(InvalidStateError, "all buckets had been updated in place", lambda: state.params)
+    else:
+        assert_same_bits(dict(state.params), _start())
+    ltx.init()
+    train(train.init(_start()), x)

@@ -69,24 +69,20 @@ def test_the_odd_ones_out_are_named_and_mended(n: int, odd: list[int], said: str
     assert all(same == (right not in odd) for _, same in results)
 
 
-def test_ranks_that_count_other_steps_are_named_and_mended(ranks: Ranks) -> None:
+@train_on.on_ranks(2)
+def test_ranks_that_count_other_steps_are_named_and_mended() -> None:
     """A schedule of the learning rate would read another number on each, and the parameters drift apart."""
-
-    def on_a_rank() -> str:
-        schedule = ltx.optim.from_torch(torch.optim.SGD, lr=lambda updates: 0.1 * (updates + 1))
-        train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), schedule, donate=False, check_every=1)
-        state, x = train.init(torch.ones(2)), torch.ones(2)
-        if int(ltx.axis_index()) == 1:
-            state = counted(state, 5, 3)
-        text = train_on.said(ReplicaDivergedError, train, state, x)
-        synced = ltx.sync_params(state, src=1)
-        assert (synced.step, synced.sync_state.step, synced.opt_state.count) == (5, 5, 3)
-        ltx.check_replicas(train(synced, x)[0])
-        return text
-
-    (text,) = set(ranks(2).run(on_a_rank))
+    schedule = ltx.optim.from_torch(torch.optim.SGD, lr=lambda updates: 0.1 * (updates + 1))
+    train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), schedule, donate=False, check_every=1)
+    state, x = train.init(torch.ones(2)), torch.ones(2)
+    if int(ltx.axis_index()) == 1:
+        state = counted(state, 5, 3)
+    text = train_on.said(ReplicaDivergedError, train, state, x)
     assert text.startswith("axis 'data': leaf 'step' (int64[]) should be the same on every rank, and differs on rank 1")
     assert "So do 1 more: 'updates'." in text
+    synced = ltx.sync_params(state, src=1)
+    assert (synced.step, synced.sync_state.step, synced.opt_state.count) == (5, 5, 3)
+    ltx.check_replicas(train(synced, x)[0])
 
 
 def test_the_first_step_compares_what_is_common_beside_parameters(on_new_axis: Callable[..., Any]) -> None:
@@ -128,36 +124,32 @@ def test_ranks_that_differ_in_different_leaves() -> None:
     assert ltx.sync_params(alone) is alone
 
 
-def test_all_leaves_that_differ_are_listed(ranks: Ranks) -> None:
-    def on_a_rank() -> str:
-        tree = {str(i): torch.full((3,), float(i)) for i in range(12)}
-        for i in range(1, 11):
-            tree[str(i)] += int(ltx.axis_index())
-        return train_on.said(ReplicaDivergedError, ltx.check_replicas, tree)
-
-    (said,) = set(ranks(2).run(on_a_rank))
+@train_on.on_ranks(2)
+def test_all_leaves_that_differ_are_listed() -> None:
+    tree = {str(i): torch.full((3,), float(i)) for i in range(12)}
+    for i in range(1, 11):
+        tree[str(i)] += int(ltx.axis_index())
+    said = train_on.said(ReplicaDivergedError, ltx.check_replicas, tree)
     assert "leaf '1' (float32[3])" in said
     assert "So do 9 more: '10', '2', '3', '4', '5', '6', '7', ... Take" in said
 
 
-def test_every_so_many_steps(ranks: Ranks) -> None:
-    def on_a_rank() -> tuple[list[int], bool, int]:
-        train, raised = trainer(check_every=3, donate=False), []
-        state = start(train)
-        for step in range(8):
-            if step == 4 and int(ltx.axis_index()) == 1:
-                state.params["b"] += 1
-            try:
-                state, _ = train(state, torch.ones(5000))
-            except ReplicaDivergedError:
-                raised.append(step)
-                before = state.step
-                state, _ = train(train.broadcast(state), torch.ones(5000))
-        with ltx.profile.record() as trace:
-            ltx.check_replicas(state)
-        return raised, before == 6, len(trace.events)
-
-    assert list(ranks(2).run(on_a_rank)) == [([6], True, 0)] * 2
+@train_on.on_ranks(2)
+def test_every_so_many_steps() -> None:
+    train, raised = trainer(check_every=3, donate=False), []
+    state = start(train)
+    for step in range(8):
+        if step == 4 and int(ltx.axis_index()) == 1:
+            state.params["b"] += 1
+        try:
+            state, _ = train(state, torch.ones(5000))
+        except ReplicaDivergedError:
+            raised.append((step, state.step))
+            state, _ = train(train.broadcast(state), torch.ones(5000))
+    assert raised == [(6, 6)]
+    with ltx.profile.record() as trace:
+        ltx.check_replicas(state)
+    assert trace.events == []
 
 
 def test_simulated_ranks() -> None:
@@ -165,8 +157,8 @@ def test_simulated_ranks() -> None:
     state, _ = ltx.vmap(train, in_dims=(None, 0))(start(train), torch.ones(3, 5000))
     state.params["b"][1] += 1
     state, _ = ltx.vmap(train)(state, torch.ones(3, 5000))
-    with pytest.raises(ReplicaDivergedError, match=r"leaf 'params.b' .* differs on rank 1 from what 2 of 3 ranks have"):
-        ltx.vmap(train)(state, torch.ones(3, 5000))
+    text = r"leaf 'params.b' .* differs on rank 1 from what 2 of 3 ranks have"
+    train_on.refuses(ReplicaDivergedError, text, ltx.vmap(train), state, torch.ones(3, 5000))
 
 
 def test_alone() -> None:
@@ -178,8 +170,8 @@ def test_alone() -> None:
 
 @pytest.mark.parametrize("every", [0, True, 1.5])
 def test_wrong_arguments(every: Any) -> None:
-    with pytest.raises(StrategyError, match="check_every must be None or a whole number of at least 1, got"):
-        trainer(check_every=every)
+    text = "check_every must be None or a whole number of at least 1, got"
+    train_on.refuses(StrategyError, text, trainer, check_every=every)
 
 
 APART = {
