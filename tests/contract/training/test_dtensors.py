@@ -99,23 +99,28 @@ def test_training_is_that_of_one_process(overlap: Any, donate: bool, ranks: Rank
         assert found.item() == pytest.approx(loss, rel=1e-4)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_the_norm_counts_each_number_once(sharded: bool, ranks: Ranks, seed: int) -> None:
-    """Parts are added up over the model's dimension, and what is replicated there isn't.
+@pytest.mark.parametrize("kind", ["plain", "ZeRO", "frozen and accumulated"])
+def test_the_norm_counts_each_number_once(kind: str, ranks: Ranks, seed: int) -> None:
+    """Parts are added up over the model's dimension, and what is replicated or frozen there isn't.
 
     With ZeRO, whose ranks have parts of those, over the data's dimension too.
     """
+    only = "q" if kind == "frozen and accumulated" else ""
 
     def run(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], float]:
         with mesh_of(2, 2) as mesh:
-            step, params = _wrapped(weights, mesh, ltx.ZeroStrategy() if sharded else None)
-            train = with_dtensors(ltx.train_step(step, _clipped()))
+            step, params = _wrapped(weights, mesh, ltx.ZeroStrategy() if kind == "ZeRO" else None)
+            for name, p in params.items():
+                p.requires_grad_(name.startswith(only))
+            step, checks = (ltx.accumulate(step, 2), {"check_every": 1}) if only else (step, {})
+            train = with_dtensors(ltx.train_step(step, _clipped(), **checks))
             state, batch = train.init(params), ltx.shard((x, y), axis=mesh["data"])
             state, (*_, metrics) = go_on(train, state, [batch] * STEPS)
+            assert placements(state.params) == placements(params)
             return full(state.params), metrics.grad_norm.item()
 
     weights, x, y = drawn()
-    expected, _, norm = _trained(weights, x, y, clip=0.1)
+    expected, _, norm = _trained(weights, x, y, clip=0.1, only=only)
     for params, found in ranks(4).run(run, weights, x, y):
         torch.testing.assert_close(params, expected, rtol=1e-3, atol=1e-5)
         assert found == pytest.approx(norm, rel=1e-4)
@@ -149,24 +154,6 @@ def test_all_ranks_of_the_mesh_skip_together(ranks: Ranks, seed: int) -> None:
         assert not skipped
         assert not scaled
         torch.testing.assert_close(after, w - 0.3)
-
-
-def test_frozen_parameters_and_accumulation(ranks: Ranks, seed: int) -> None:
-    def run(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        with mesh_of(2, 2) as mesh:
-            step, params = _wrapped(weights, mesh)
-            for name, p in params.items():
-                p.requires_grad_(name.startswith("q"))
-            train = with_dtensors(ltx.train_step(ltx.accumulate(step, 2), _clipped(), check_every=1))
-            state, batch = train.init(params), ltx.shard((x, y), axis=mesh["data"])
-            state, _ = go_on(train, state, [batch] * STEPS)
-            assert placements(state.params) == placements(params)
-            return full(state.params)
-
-    weights, x, y = drawn()
-    expected, _, _ = _trained(weights, x, y, clip=0.1, only="q")
-    for params in ranks(4).run(run, weights, x, y):
-        torch.testing.assert_close(params, expected, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["zero", "local", "diloco", "diloco, sent ahead"])
