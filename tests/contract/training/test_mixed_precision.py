@@ -6,6 +6,7 @@ import pickle
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -39,6 +40,10 @@ def params() -> Params:
 
 
 STEP = ltx.data_parallel(loss)
+
+
+def half(strategy: ltx.Strategy | None = None, **precision: Any) -> ltx.DataParallel:
+    return ltx.mixed_precision(ltx.data_parallel(loss, strategy), replace(BF16, **precision))
 
 
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16, torch.float64])
@@ -123,8 +128,7 @@ def test_micro_batches_add_up_in_the_parameters_dtype(inside: bool) -> None:
 )
 @on_ranks(2)
 def test_gradients_travel_in_the_reduce_dtype(reduce: torch.dtype | None, nbytes: int, strategy: ltx.Strategy) -> None:
-    step = ltx.mixed_precision(ltx.data_parallel(loss, strategy), replace(BF16, reduce=reduce))
-    train = ltx.train_step(step, sgd())
+    train = ltx.train_step(half(strategy, reduce=reduce), sgd())
     state = train.init(params())
     with ltx.profile.record() as trace:
         state, _ = train(state, torch.randn(6, 4))
@@ -448,23 +452,10 @@ def test_a_rank_that_fails_in_a_local_step_is_told_of_to_those_who_ask(on_new_ax
         (lambda: ltx.mixed_precision(STEP, torch.bfloat16), StepError, "must be an ltx.Precision, got torch.bfloat16"),
         (lambda: ltx.mixed_precision(ltx.mixed_precision(STEP, BF16), BF16), StepError, "has Precision() already"),
         (lambda: ltx.mixed_precision(ltx.data_parallel(loss, returns="grads"), BF16), StepError, 'returns="grads"'),
-        (
-            lambda: ltx.mixed_precision(
-                ltx.data_parallel(loss, ltx.DDPStrategy(comm_hook=ltx.hooks.ByteGrad())),
-                replace(BF16, reduce=torch.float16),
-            ),
-            StrategyError,
-            "needs a request for sums, which ByteGrad()",
-        ),
         *(
-            (
-                lambda strategy=strategy: ltx.mixed_precision(
-                    ltx.data_parallel(loss, strategy), replace(BF16, reduce=torch.bfloat16)
-                ),
-                StrategyError,
-                f"needs a request for sums, which {hook}",
-            )
+            (partial(half, strategy, reduce=torch.bfloat16), StrategyError, f"needs a request for sums, which {hook}")
             for strategy, hook in (
+                (ltx.DDPStrategy(comm_hook=ltx.hooks.ByteGrad()), "ByteGrad()"),
                 (ltx.DDPStrategy(comm_hook=ltx.hooks.after(10, ltx.hooks.TopK(0.01))), "TopK()"),
                 (QAdam(warmup_steps=3), "MeanMomentum(beta1=0.9)"),
                 (Now(), "TopK()"),
@@ -477,14 +468,14 @@ def test_a_rank_that_fails_in_a_local_step_is_told_of_to_those_who_ask(on_new_ax
         ),
         *(
             (
-                lambda strategy=strategy, scale=scale: ltx.train_step(
-                    ltx.mixed_precision(ltx.data_parallel(loss, strategy), replace(FP16, loss_scale=scale)),
-                    ltx.optim.qadam(warmup_steps=3) if isinstance(strategy, QAdam) else sgd(),
-                ),
+                partial(ltx.train_step, half(strategy, compute=torch.float16, loss_scale=scale), optimizer),
                 UnsupportedError,
                 "needs gradients that it can divide by the scale",
             )
-            for strategy in (QAdam(warmup_steps=3), ltx.HorovodStrategy(backward_passes_per_step=2))
+            for strategy, optimizer in (
+                (QAdam(warmup_steps=3), ltx.optim.qadam(warmup_steps=3)),
+                (ltx.HorovodStrategy(backward_passes_per_step=2), sgd()),
+            )
             for scale in (1024.0, ltx.DynamicLossScale())
         ),
         (

@@ -133,15 +133,14 @@ def test_an_interrupt_while_they_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_workers_that_are_not_up_in_time() -> None:
-    with pytest.raises(WorkerError, match=r"the workers of ranks \[0, 1\] of 2 didn't start within 0.05 s"):
-        _workers(2, start_timeout_s=0.05)
+    refuses(WorkerError, r"the workers of ranks \[0, 1\] of 2 didn't start within 0.05 s", _workers, 2, 0.05)
 
 
 @pytest.mark.full
 def test_a_worker_that_fails_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuchinterface")
-    with pytest.raises(WorkerError, match=r"the worker of rank 0 of 1 failed to start: WorldError: (.|\n)*Traceback"):
-        _workers(1, start_timeout_s=100.0)
+    text = r"the worker of rank 0 of 1 failed to start: WorldError: (.|\n)*Traceback"
+    refuses(WorkerError, text, _workers, 1, start_timeout_s=100.0)
 
 
 def test_a_worker_that_ends_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
