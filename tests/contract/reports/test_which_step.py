@@ -14,7 +14,7 @@ import ltx
 from ltx.errors import CallFailedError, LtxError
 from ltx.typing import Tree
 from tests.kinds import Ranks
-from tests.train_on import refuses
+from tests.train_on import on_ranks, refuses
 
 LR, STEPS, BROKEN = 0.1, 6, 2
 
@@ -255,17 +255,15 @@ def test_a_forward_pass_of_a_plain_step_that_all_skip(ranks: Ranks, seed: int) -
     torch.testing.assert_close(w, _alone(seed, {BROKEN}), rtol=1e-5, atol=1e-6)
 
 
-def _probed(seed: int) -> int:
+@on_ranks(2)
+def test_a_trial_on_one_rank_before_training(seed: int) -> None:
     """Rank 1 tries a batch that is too large, before the training that all begin."""
     step, rank = ltx.data_parallel(_loss), int(ltx.axis_index())
     with suppress(torch.OutOfMemoryError):
         step(torch.tensor(0.5, requires_grad=True), _batches(seed, rank)[0], rank == 1)
     train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=LR))
-    return train(train.init(torch.tensor(0.5)), _batches(seed, rank)[0])[0].step
-
-
-def test_a_trial_on_one_rank_before_training(ranks: Ranks, seed: int) -> None:
-    assert ranks(2).run(_probed, seed).replicated() == 1
+    state, _ = train(train.init(torch.tensor(0.5)), _batches(seed, rank)[0])
+    assert state.step == 1
 
 
 def _agreeing(seed: int, where: str) -> tuple[list[str], int, float]:

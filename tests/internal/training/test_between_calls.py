@@ -23,7 +23,7 @@ from torch import Tensor
 import ltx
 from tests.internal.training.test_between_steps import loss
 from tests.kinds import Params, Ranks
-from tests.train_on import inner
+from tests.train_on import inner, on_ranks
 
 GRADS: dict[str, Callable[..., Any]] = {"ltx.grad": ltx.grad, "torch.func.grad": torch.func.grad}
 
@@ -126,29 +126,22 @@ def test_a_call_after_a_change(name: str, grad: str, ranks: Ranks) -> None:
             torch.testing.assert_close(kept, asked, rtol=0, atol=0)
 
 
-def on_axes_of_one_name() -> list[Tensor]:
-    step, found = ltx.data_parallel(inner, axis="here"), []
+@on_ranks(2)
+def test_another_axis_of_the_name() -> None:
+    step = ltx.data_parallel(inner, axis="here")
     for _ in range(2):
         with ltx.axis_from_group(dist.new_group([0, 1]), "here"):
-            found += [ltx.grad(step)(torch.ones(2), torch.arange(2.0) + ltx.axis_index()) for _ in range(2)]
-    return found
+            for _ in range(2):
+                assert ltx.grad(step)(torch.ones(2), torch.arange(2.0) + ltx.axis_index()).tolist() == [0.5, 1.5]
 
 
-def test_another_axis_of_the_name(ranks: Ranks) -> None:
-    for found in ranks(2).run(on_axes_of_one_name):
-        assert [grad.tolist() for grad in found] == [[0.5, 1.5]] * 4
-
-
-def plans_made(grad: str) -> list[int]:
+@pytest.mark.parametrize("grad", GRADS)
+@on_ranks(2)
+def test_a_steady_call_asks_nothing_anew(grad: str) -> None:
     module, counts = importlib.import_module("ltx.core.transforms.marking"), []
     step, w = ltx.data_parallel(inner), torch.ones(2)
     for _ in range(3):
         with mock.patch.object(module, "make_plan", wraps=module.make_plan) as asked:
             GRADS[grad](step)(w, torch.ones(2))
         counts.append(asked.call_count)
-    return counts
-
-
-@pytest.mark.parametrize("grad", GRADS)
-def test_a_steady_call_asks_nothing_anew(grad: str, ranks: Ranks) -> None:
-    assert [*ranks(2).run(plans_made, grad)] == [[1, 0, 0]] * 2
+    assert counts == [1, 0, 0]
