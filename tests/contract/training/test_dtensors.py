@@ -28,7 +28,7 @@ from ltx.errors import (
 from ltx.tensor_parallel import with_dtensors
 from tests.kinds import Ranks
 from tests.meshes import distributed, drawn, full, loss_of, mesh_of, model_of, parallelize, placements
-from tests.train_on import go_on, said
+from tests.train_on import go_on, on_ranks, refuses, said
 
 pytestmark = pytest.mark.full  # importing DTensors takes seconds, in each of four processes
 STEPS = 3
@@ -126,34 +126,26 @@ def test_the_norm_counts_each_number_once(kind: str, ranks: Ranks, seed: int) ->
         assert found == pytest.approx(norm, rel=1e-4)
 
 
-def test_all_ranks_of_the_mesh_skip_together(ranks: Ranks, seed: int) -> None:
+@pytest.mark.parametrize("bad", [True, False])
+@on_ranks(4)
+def test_all_ranks_of_the_mesh_skip_together(bad: bool) -> None:
     """A number that isn't finite in one part of a parameter, which is one rank's of the model's dimension."""
-
-    def run(w: Tensor, bad: bool) -> tuple[Any, ...]:
-        with mesh_of(2, 2) as mesh:
-            part = {"w": distributed(w, mesh["model"])}
-
-            x = torch.full((2,), float("nan") if bad and torch.distributed.get_rank() == 3 else 1.0)
-            step = ltx.data_parallel(lambda p, x: (p["w"].to_local() * x).sum(), axis=mesh["data"])
-            skipping = with_dtensors(ltx.train_step(step, _sgd(), guard="skip"))
-            state, metrics = skipping(skipping.init(part), x)
+    w, rank = torch.linspace(-1, 1, 4), torch.distributed.get_rank()
+    with mesh_of(2, 2) as mesh:
+        part = {"w": distributed(w, mesh["model"])}
+        x = torch.full((2,), float("nan") if bad and rank == 3 else 1.0)
+        step = ltx.data_parallel(lambda p, x: (p["w"].to_local() * x).sum(), axis=mesh["data"])
+        skipping = with_dtensors(ltx.train_step(step, _sgd(), guard="skip"))
+        state, metrics = skipping(skipping.init(part), x)
+        torch.testing.assert_close(full(state.params)["w"], w if bad else w - 0.3)
+        if bad:
             raising = with_dtensors(ltx.train_step(step, _sgd(), guard="raise", donate=False))
-            text = said(NotFiniteError, lambda: raising(raising.init(part), x)) if bad else ""
-            scaled = ltx.mixed_precision(step, ltx.Precision(compute=torch.float32, loss_scale=ltx.DynamicLossScale()))
-            scaling = with_dtensors(ltx.train_step(scaled, _sgd()))
-            _, others = scaling(scaling.init(part), x)
-            return bool(metrics.skipped), bool(others.skipped), full(state.params)["w"], text
-
-    w = torch.randn(4)
-    for rank, (skipped, scaled, after, text) in enumerate(ranks(4).run(run, w, True)):
-        assert skipped
-        assert scaled
-        torch.testing.assert_close(after, w)
-        assert ("rank 1: leaf 'w' (NaN, 2 of 2 elements)" if rank % 2 else "that ranks beside this axis hold") in text
-    for skipped, scaled, after, _ in ranks(4).run(run, w, False):
-        assert not skipped
-        assert not scaled
-        torch.testing.assert_close(after, w - 0.3)
+            text = r"rank 1: leaf 'w' \(NaN, 2 of 2 elements\)" if rank % 2 else "that ranks beside this axis hold"
+            refuses(NotFiniteError, text, raising, raising.init(part), x)
+        scaled = ltx.mixed_precision(step, ltx.Precision(compute=torch.float32, loss_scale=ltx.DynamicLossScale()))
+        scaling = with_dtensors(ltx.train_step(scaled, _sgd()))
+        _, others = scaling(scaling.init(part), x)
+        assert (bool(metrics.skipped), bool(others.skipped)) == (bad, bad)
 
 
 @pytest.mark.parametrize("name", ["zero", "local", "diloco", "diloco, sent ahead"])
@@ -292,12 +284,13 @@ def test_weighted_losses_other_outputs_and_another_train_step(ranks: Ranks, seed
             torch.testing.assert_close(value, loss)
 
 
-def test_what_is_not_split_is_the_same_on_all_ranks(ranks: Ranks) -> None:
+@pytest.mark.parametrize("whole", [True, False])
+@on_ranks(4)
+def test_what_is_not_split_is_the_same_on_all_ranks(whole: bool) -> None:
     """Along the model's dimension too, where nobody makes it so."""
+    from torch.distributed.tensor import DTensor, Replicate
 
-    def run(odd: bool, whole: bool) -> str:
-        from torch.distributed.tensor import DTensor, Replicate
-
+    for odd in (False, True):
         with mesh_of(2, 2) as mesh:
             b = torch.ones(2) + (1.0 if odd and torch.distributed.get_rank() % 2 else 0.0)
             bias = DTensor.from_local(b, mesh["model"], [Replicate()]) if whole else b
@@ -305,38 +298,23 @@ def test_what_is_not_split_is_the_same_on_all_ranks(ranks: Ranks) -> None:
             step = ltx.data_parallel(lambda p: p["w"].full_tensor().sum(), axis=mesh["data"])
             train = with_dtensors(ltx.train_step(step, _sgd()))
             if odd:
-                return said(ReplicaDivergedError, train.init, params)
-            train.init(params)
-            return ""
-
-    for whole in (True, False):
-        assert ranks(4).run(run, False, whole).replicated() == ""
-        assert all("leaf 'b'" in text and "It isn't split there" in text for text in ranks(4).run(run, True, whole))
+                refuses(ReplicaDivergedError, "leaf 'b'.*It isn't split there", train.init, params)
+            else:
+                train.init(params)
 
 
-def test_what_is_refused(ranks: Ranks) -> None:
-    def run() -> list[str]:
-        with mesh_of(2, 2) as mesh:
-            w = distributed(torch.ones(4, 2), mesh["model"])
+@on_ranks(4)
+def test_what_is_refused() -> None:
+    with mesh_of(2, 2) as mesh:
+        w = distributed(torch.ones(4, 2), mesh["model"])
 
-            def train(optimizer: Any = None, strategy: Any = None, params: Any = w, **options: Any) -> Any:
-                step = ltx.data_parallel(lambda w: w.full_tensor().sum(), strategy, axis=mesh["data"])
-                made = with_dtensors(ltx.train_step(step, optimizer or _sgd(), **options))
-                return made(made.init(params))
+        def train(optimizer: Any = None, strategy: Any = None, params: Any = w) -> Any:
+            step = ltx.data_parallel(lambda w: w.full_tensor().sum(), strategy, axis=mesh["data"])
+            made = with_dtensors(ltx.train_step(step, optimizer or _sgd()))
+            return made(made.init(params))
 
-            module = nn.Module()
-            module.weight = nn.Parameter(w)
-            return [
-                said(StrategyError, lambda: train(optim.from_torch(torch.optim.Adafactor, lr=0.1))),
-                said(UnsupportedError, lambda: train(strategy=ltx.HorovodStrategy(op="adasum"))),
-                said(UnsupportedError, train, params=module),
-            ]
-
-    wanted = [
-        "Adafactor, lr=0.1) needs whole parameters",
-        "HorovodStrategy",
-        "train.init(dict(module.named_parameters()))",
-    ]
-    for texts in ranks(4).run(run):
-        for text, part in zip(texts, wanted, strict=True):
-            assert part in text
+        module, adafactor = nn.Module(), optim.from_torch(torch.optim.Adafactor, lr=0.1)
+        module.weight = nn.Parameter(w)
+        refuses(StrategyError, r"Adafactor, lr=0\.1\) needs whole parameters", train, adafactor)
+        refuses(UnsupportedError, "HorovodStrategy", train, strategy=ltx.HorovodStrategy(op="adasum"))
+        refuses(UnsupportedError, r"train\.init\(dict\(module\.named_parameters\(\)\)\)", train, params=module)
