@@ -253,9 +253,9 @@ def mean(w: Tensor, x: Tensor) -> Tensor:
     return (w * x).mean()
 
 
-def by_backward(f: Any, w: Tensor, x: Tensor) -> Tensor:
+def by_backward(f: Any, w: Tensor, *others: Tensor) -> Tensor:
     leaf = w.clone().requires_grad_()
-    f(leaf, x).backward()
+    f(leaf, *others).backward()
     assert leaf.grad is not None
     return leaf.grad
 

@@ -124,25 +124,20 @@ def test_frozen() -> None:
     ],
     ids=str,
 )
-def test_torchs_checkpoints_keep_what_is_each_ranks_own(strategy: ltx.Strategy, ranks: Ranks, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_torchs_checkpoints_keep_what_is_each_ranks_own(strategy: ltx.Strategy, tmp_path: Path) -> None:
     """Of what ranks have under one name torch keeps one rank's, of each tensor another one's."""
-
-    def run() -> bool:
-        train = ltx.train_step(
-            ltx.data_parallel(lambda p, x: (p["w"] * x).sum() + p["b"] * x[0], strategy), adamw(), donate=False
-        )
-        x = torch.tensor([1.0, -2.0, 0.3]) * (1 + ltx.world().rank)
-        state, _ = train(train.init({"w": torch.ones(3), "b": torch.zeros(())}), x)
-        dcp.save({"state": state}, checkpoint_id=tmp_path)
-        other = train.init({"w": torch.zeros(3), "b": torch.ones(())})
-        place = other.params["w"].data_ptr()
-        dcp.load({"state": other}, checkpoint_id=tmp_path)
-        assert (other.step, other.params["w"].data_ptr()) == (1, place)
-        assert_same_bits(train(other, x)[0].params, train(state, x)[0].params)
-        paths = state.state_dict()
-        return all((f"params.rank_{rank}_of_2.w" in paths) == (rank == ltx.world().rank) for rank in range(2))
-
-    assert list(ranks(2).run(run)) == [isinstance(strategy, ltx.LocalSGDStrategy)] * 2
+    step = ltx.data_parallel(lambda p, x: (p["w"] * x).sum() + p["b"] * x[0], strategy)
+    train, x = ltx.train_step(step, adamw(), donate=False), torch.tensor([1.0, -2.0, 0.3]) * (1 + ltx.world().rank)
+    state, _ = train(train.init({"w": torch.ones(3), "b": torch.zeros(())}), x)
+    dcp.save({"state": state}, checkpoint_id=tmp_path)
+    other = train.init({"w": torch.zeros(3), "b": torch.ones(())})
+    place = other.params["w"].data_ptr()
+    dcp.load({"state": other}, checkpoint_id=tmp_path)
+    assert (other.step, other.params["w"].data_ptr()) == (1, place)
+    assert_same_bits(train(other, x)[0].params, train(state, x)[0].params)
+    own = [f"params.rank_{rank}_of_2.w" in state.state_dict() for rank in range(2)]
+    assert own == [isinstance(strategy, ltx.LocalSGDStrategy) and rank == ltx.world().rank for rank in range(2)]
 
 
 def test_a_checkpoint_of_another_model_is_refused() -> None:
