@@ -268,12 +268,10 @@ SKIPPED = [any((step, rank) in OVERFLOWS for rank in (0, 1)) for step in range(S
 
 @pytest.mark.full(but=2)
 @pytest.mark.parametrize("kwargs", [{}, {"donate": False}, {"reload_at": 5}], ids=str)
-def test_scales_and_skips_are_those_of_gradscaler(kwargs: dict[str, Any], ranks: Ranks) -> None:
-    def both() -> Any:
-        rank = ltx.world().rank
-        return with_ltx(ltx.DDPStrategy(), rank, **kwargs), with_torch(rank, fused=True)
-
-    (got, scales, skipped), (expected, their_scales, their_skipped) = ranks(2).run(both).replicated()
+@on_ranks(2)
+def test_scales_and_skips_are_those_of_gradscaler(kwargs: dict[str, Any]) -> None:
+    got, scales, skipped = with_ltx(ltx.DDPStrategy(), ltx.world().rank, **kwargs)
+    expected, their_scales, their_skipped = with_torch(ltx.world().rank, fused=True)
     assert scales == their_scales
     assert skipped == their_skipped == SKIPPED
     assert len(set(scales)) > 2
@@ -349,32 +347,24 @@ def test_what_overflows_on_one_rank_is_skipped_by_all(name: str, ranks: Ranks) -
 
 @pytest.mark.full
 @pytest.mark.parametrize("compute", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)])
-def test_a_compiled_step(compute: torch.dtype, ranks: Ranks) -> None:
-    def run() -> Any:
-        step = ltx.mixed_precision(ltx.accumulate(STEP, 2), ltx.Precision(compute=compute, reduce=torch.bfloat16))
-        compiled = torch.compile(torch.func.grad(step), backend="aot_eager", fullgraph=True)
-        x = batch(0, 1 + ltx.world().rank)
-        return compiled(params(), x), torch.func.grad(step)(params(), x)
-
-    got, expected = ranks(2).run(run).replicated()
-    torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
+@on_ranks(2)
+def test_a_compiled_step(compute: torch.dtype) -> None:
+    step = ltx.mixed_precision(ltx.accumulate(STEP, 2), ltx.Precision(compute=compute, reduce=torch.bfloat16))
+    compiled = torch.compile(torch.func.grad(step), backend="aot_eager", fullgraph=True)
+    x = batch(0, 1 + ltx.world().rank)
+    torch.testing.assert_close(compiled(params(), x), torch.func.grad(step)(params(), x), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.full
-def test_scaling_around_a_compiled_loss(ranks: Ranks) -> None:
-    def run() -> Any:
-        ran = [torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=False), loss]
-        trains = [ltx.train_step(ltx.mixed_precision(ltx.data_parallel(fn), FP16), sgd()) for fn in ran]
-        states, skipped = [train.init(params()) for train in trains], []
-        for step in (0, 5, 7):
-            after = [t(state, batch(step, ltx.world().rank)) for t, state in zip(trains, states, strict=True)]
-            states = [state for state, _ in after]
-            skipped.append([bool(metrics.skipped) for _, metrics in after])
-        return [state.params for state in states], skipped
-
-    (got, expected), skipped = ranks(2).run(run).replicated()
-    assert skipped == [[False] * 2, [True] * 2, [False] * 2]
-    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+@on_ranks(2)
+def test_scaling_around_a_compiled_loss() -> None:
+    batches = [batch(step, ltx.world().rank) for step in (0, 5, 7)]
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=False)
+    got, expected = (
+        trained(ltx.mixed_precision(ltx.data_parallel(fn), FP16), sgd(), params(), batches) for fn in (compiled, loss)
+    )
+    assert got.skipped == expected.skipped == [False, True, False]
+    torch.testing.assert_close(got.params, expected.params, rtol=1e-3, atol=1e-3)
 
 
 def test_the_scale_is_part_of_a_checkpoint() -> None:
