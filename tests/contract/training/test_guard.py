@@ -12,6 +12,7 @@ from torch import Tensor
 
 import ltx
 from ltx.errors import NotFiniteError, StrategyError, UnsupportedError
+from tests.contract.bad_input.public import loss as linear
 from tests.contract.strategies.problem import make_problem
 from tests.contract.strategies.table import KINDS, ROWS
 from tests.contract.strategies.test_conformance import tensors, trainer
@@ -208,10 +209,6 @@ def test_huge_gradients_are_no_alarm(guard: str) -> None:
 
 
 # --- together with the rest ------------------------------------------------------------------------------------------
-
-
-def linear(p: Params, x: Tensor) -> Tensor:
-    return (x @ p["w"] + p["b"]).square().mean()
 
 
 def start(train: Any) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor
 import ltx
 from ltx.errors import StepError
 from ltx.optim import adjustable, chain, clip_by_global_norm, from_torch
+from tests.contract.bad_input.public import loss
 from tests.kinds import Params, Ranks
 from tests.train_on import go_on, on_ranks, raised_by, refuses, said
 from tests.twins.cases import assert_same_bits
@@ -39,10 +40,6 @@ STRATEGIES: dict[str, Callable[[], ltx.Strategy]] = {
     "adasum": lambda: ltx.HorovodStrategy(op="adasum"),
     "zero": ltx.ZeroStrategy,
 }
-
-
-def loss(params: Params, x: Tensor) -> Tensor:
-    return ((x @ params["w"] + params["b"]) ** 2).mean()
 
 
 def train_of(name: str) -> Any:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ltx
 from ltx.errors import NotFiniteError, StepError, StrategyError, UnsupportedError
+from tests.contract.bad_input.public import loss
 from tests.contract.strategies.test_failures import BrokenError
 from tests.contract.strategies.test_protocol import Gossip, LocalSGD
 from tests.covering import some
@@ -29,10 +30,6 @@ from tests.twins.training import adamw, mean_step, on_a_rank, sgd
 BF16 = ltx.Precision(compute=torch.bfloat16)
 DYNAMIC = ltx.DynamicLossScale(init=2.0**10, growth_interval=3)
 FP16 = ltx.Precision(compute=torch.float16, loss_scale=DYNAMIC)
-
-
-def loss(params: Params, x: Tensor) -> Tensor:
-    return (x @ params["w"] + params["b"]).square().mean()
 
 
 def params() -> Params:
