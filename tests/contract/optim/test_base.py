@@ -3,8 +3,10 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import cloudpickle
 import optree
 import pytest
 import torch
@@ -13,8 +15,9 @@ from torch.optim import SGD, Adam, AdamW, Muon, SparseAdam
 
 import ltx
 from ltx.errors import LtxError, OptimError
-from ltx.optim import Optimizer, apply_updates, from_functions, from_torch
+from ltx.optim import Optimizer, apply_updates, chain, clip_by_global_norm, from_functions, from_torch, partition
 from tests.contract.optim.cases import FUSED_CASES, Case, same_bits
+from tests.contract.optim.test_opaque import Lion
 from tests.kinds import Ranks
 from tests.train_on import refuses, trained
 
@@ -87,11 +90,57 @@ def test_a_state_of_numbers_is_refused() -> None:
     )
 
 
-def test_pair_is_a_value() -> None:
-    optimizer = from_functions(trace_init, trace_update)
-    assert pickle.loads(pickle.dumps(optimizer)) == optimizer == from_functions(trace_init, trace_update)
-    assert hash(optimizer) == hash(from_functions(trace_init, trace_update))
-    assert repr(optimizer) == "from_functions(trace_init, trace_update)"
+@dataclass(frozen=True)
+class Halving:
+    """A schedule that compares by value."""
+
+    start: float
+
+    def __call__(self, count: int) -> float:
+        return self.start / 2**count
+
+
+#: What optimizers print, what makes them, and others that they don't equal.
+VALUES: dict[str, tuple[Callable[[], Optimizer], Optimizer]] = {
+    "identity()": (ltx.optim.identity, clip_by_global_norm(1.0)),
+    "clip_by_global_norm(1.0)": (lambda: clip_by_global_norm(1.0), clip_by_global_norm(2.0)),
+    "clip_by_global_norm(1, eps=0.1)": (lambda: clip_by_global_norm(1, eps=0.1), clip_by_global_norm(1)),
+    "measure_global_norm()": (ltx.optim.measure_global_norm, clip_by_global_norm(1.0)),
+    "from_functions(trace_init, trace_update)": (
+        lambda: from_functions(trace_init, trace_update),
+        from_functions(trace_init, trace_update, elementwise=True),
+    ),
+    "from_torch(torch.optim.AdamW)": (lambda: from_torch(AdamW), from_torch(Adam)),
+    "from_torch(torch.optim.AdamW, lr=0.001, weight_decay=0.1, betas=(0.9, 0.95))": (
+        lambda: from_torch(AdamW, lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95)),
+        from_torch(AdamW, lr=0.5, weight_decay=0.1, betas=(0.9, 0.95)),
+    ),
+    "from_torch(torch.optim.SGD, lr=Halving(start=0.1))": (lambda: from_torch(SGD, lr=Halving(0.1)), from_torch(SGD)),
+    "from_torch(Lion, lr=0.1)": (lambda: from_torch(Lion, lr=0.1), from_torch(Lion, lr=0.2)),
+    "chain(clip_by_global_norm(1.0), from_functions(trace_init, trace_update, elementwise=True), from_torch(Lion))": (
+        lambda: chain(
+            clip_by_global_norm(1.0), from_functions(trace_init, trace_update, elementwise=True), from_torch(Lion)
+        ),
+        chain(clip_by_global_norm(1.0), from_torch(Lion)),
+    ),
+    "partition({'0': from_torch(torch.optim.SGD, lr=0.1)}, {'*': '0'})": (
+        lambda: partition({"0": from_torch(SGD, lr=0.1)}, {"*": "0"}),
+        partition({"0": from_torch(SGD, lr=0.1)}, lambda path: "0"),
+    ),
+    "qadam(lr=0.1, warmup_steps=5, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0, bagua_exact=True)": (
+        lambda: ltx.optim.qadam(0.1, warmup_steps=5, bagua_exact=True),
+        ltx.optim.qadam(0.1, warmup_steps=5),
+    ),
+}
+
+
+@pytest.mark.parametrize("text", VALUES)
+def test_is_a_value(text: str) -> None:
+    make, other = VALUES[text]
+    for again in (make(), pickle.loads(pickle.dumps(make())), cloudpickle.loads(cloudpickle.dumps(make()))):
+        assert again == make() != other
+        assert hash(again) == hash(make())
+        assert repr(again) == text
 
 
 def test_apply_updates() -> None:
