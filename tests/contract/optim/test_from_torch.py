@@ -174,22 +174,6 @@ def test_state_is_new_memory_and_round_trips(case: Case, seed: int) -> None:
         assert same_bits(back, state)
 
 
-@pytest.mark.parametrize("case", [Case(AdamW), Case(SGD, {"momentum": 0.9, "dampening": 0.3})], ids=repr)
-def test_a_subset_of_leaves_at_a_time(case: Case, seed: int) -> None:
-    params = random_params(case)
-    optimizer = from_torch(case.cls, **case.kwargs)
-    assert optimizer.leafwise
-    state, whole = optimizer.init(params), (clone(params), optimizer.init(params))
-    for _ in range(3):
-        grads = random_grads(case, params)
-        whole = optimizer.apply(grads, whole[1], whole[0])
-        leaves, states = optree.tree_leaves(params), optimizer.leaf_states(state, params)
-        for some in (slice(4, None), slice(0, 4)):
-            optimizer.update_leaves(optree.tree_leaves(grads)[some], states[some], leaves[some], state)
-        state = replace(state, count=state.count + 1)
-    assert same_bits((params, state), whole)
-
-
 def test_schedule_may_return_a_tensor() -> None:
     params = {"w": torch.ones(2)}
     half = from_torch(SGD, lr=lambda count: torch.tensor(0.5))
@@ -352,15 +336,6 @@ def test_init_under_vmap(seed: int) -> None:
     batched = torch.vmap(two_steps)(params)
     for i in range(3):
         assert same_bits(example(batched, i), two_steps(example(params, i)))
-
-
-def test_vmap_over_a_part_of_the_arguments(seed: int) -> None:
-    optimizer = from_torch(SGD, lr=0.5, momentum=0.9)
-    params, grads = {"w": torch.randn(4)}, {"w": torch.randn(3, 4)}
-    state = optimizer.init(params)
-    batched, _ = torch.vmap(lambda g: optimizer.apply(g, state, params))(grads)
-    for i in range(3):
-        assert same_bits(batched["w"][i], optimizer.apply(example(grads, i), state, params)[0]["w"])
 
 
 def test_vmap_of_vmap(seed: int) -> None:

@@ -480,6 +480,38 @@ class KeepsGlobals(Lion):
         self.state["all"]["n"] = torch.ones(1)  # type: ignore[index]
 
 
+class Fails(Lion):
+    def step(self, closure: Any = None) -> None:
+        raise RuntimeError("call prepare() first.")
+
+
+class Split(Tensor):
+    """A tensor whose numbers lie in another one."""
+
+    part: Tensor
+
+    @staticmethod
+    def __new__(cls, part: Tensor) -> Split:
+        made = Tensor._make_wrapper_subclass(cls, part.shape, dtype=part.dtype)
+        made.part = part
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].part)
+        raise NotImplementedError(func)
+
+
+class KeepsParts(torch.optim.Optimizer):
+    def __init__(self, params: Iterable[Tensor], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("m", Split(torch.zeros(p.shape)))
+
+
 @pytest.mark.parametrize(
     ("cls", "text"),
     [
@@ -492,6 +524,9 @@ class KeepsGlobals(Lion):
         (CountsInEach, "its step() changes group 1's n"),
         (lambda: from_torch(Decays, lr=lambda count: 0.1), "its step() changes the group's lr"),
         (KeepsGlobals, "keeps state under 'all'"),
+        (KeepsParts, "keeps a Split in its state as 'm', which isn't a plain tensor"),
+        (Fails, "its step() raised RuntimeError"),
+        (Fails, "call prepare() first. ltx makes an"),
     ],
 )
 def test_classes_that_cannot_be_held(cls: Any, text: str) -> None:
@@ -595,16 +630,6 @@ def test_the_rate_of_the_constructor_is_that_of_torchs_scheduler(seed: int) -> N
     refuses(OptimError, r"keeps the rate as self\.first_lr", from_torch, KeepsFirstRate, lr=lambda step: 0.5)
 
 
-class Fails(Lion):
-    def step(self, closure: Any = None) -> None:
-        raise RuntimeError("call prepare() first.")
-
-
-def test_a_step_that_fails_says_what_is_called() -> None:
-    with pytest.raises(OptimError, match=r"its step\(\) raised RuntimeError .* call prepare\(\) first\. ltx makes an"):
-        from_torch(Fails).init(torch.ones(2))
-
-
 class CountsWhatMoves(Lion):
     """Keeps its hidden count at a large gradient alone, so that the probe doesn't show it."""
 
@@ -683,36 +708,3 @@ def test_weights_for_evaluation(seed: int) -> None:
     (own * xs[0]).sum().square().backward()
     theirs.step()
     torch.testing.assert_close(state.params["w"], own.detach())
-
-
-class Split(Tensor):
-    """A tensor whose numbers lie in another one."""
-
-    part: Tensor
-
-    @staticmethod
-    def __new__(cls, part: Tensor) -> Split:
-        made = Tensor._make_wrapper_subclass(cls, part.shape, dtype=part.dtype)
-        made.part = part
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return cls(args[0].part)
-        raise NotImplementedError(func)
-
-
-class KeepsParts(torch.optim.Optimizer):
-    def __init__(self, params: Iterable[Tensor], lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    def step(self, closure: Any = None) -> None:
-        for p in self.param_groups[0]["params"]:
-            self.state[p].setdefault("m", Split(torch.zeros(p.shape)))
-
-
-def test_a_state_of_tensors_that_are_not_plain() -> None:
-    train = ltx.train_step(ltx.data_parallel(lambda p: p["w"].sum()), from_torch(KeepsParts))
-    with pytest.raises(OptimError, match="keeps a Split in its state as 'm', which isn't a plain tensor"):
-        train.init({"w": torch.ones(2)})

@@ -92,18 +92,6 @@ def test_clipping_before_takes_the_norm_of_all_and_inside_that_of_the_group() ->
         torch.testing.assert_close(torch.cat([after["a"], after["b"]]), torch.tensor(expected), rtol=1e-5, atol=0)
 
 
-def test_horovod_scales_the_rate_of_each(ranks: Ranks, seed: int) -> None:
-    def moved(made: Any, scale: bool) -> Params:
-        params = {"a": torch.zeros(1), "b": torch.zeros(1)}
-        step = ltx.data_parallel(lambda p: p["a"].sum() + p["b"].sum(), ltx.HorovodStrategy(scale_lr=scale))
-        state, _ = ltx.train_step(step, made)(ltx.train_step(step, made).init(params))
-        return dict(state.params)
-
-    made = partition({"0": from_torch(SGD, lr=1.0), "1": from_torch(SGD, lr=0.25)}, {"a": "0", "b": "1"})
-    found = ranks(2).run(moved, made, True)[0]
-    assert [found["a"].item(), found["b"].item()] == [-2.0, -0.5]
-
-
 def test_it_works_leaf_by_leaf_if_all_do() -> None:
     assert grouped.leafwise
     assert not partition({"others": from_torch(Lion), "biases": adamw}, BIASES).leafwise
@@ -426,17 +414,3 @@ def test_nobody_computes_a_rate_that_nobody_reads_and_a_donated_one_can_be_read(
     state, first = train(state, x, y)
     state, _ = train(state, x, y)
     assert first.lr == 0.5
-
-
-def test_the_norm_is_there_where_clipping_or_measuring_computes_it(seed: int) -> None:
-    clip = clip_by_global_norm(1.0)
-    both = {"a": chain(clip, plain), "b": chain(clip, plain)}
-    labels = {"*bias": "a", "*": "b"}
-    some, params, batch = {**both, "b": plain}, problem()[0], problem()[1:]
-    for made, there in (
-        (chain(clip, plain), 1),
-        (plain, 0),
-        (partition(both, labels), 1),
-        (partition(some, labels), 0),
-    ):
-        assert (trained(loss_fn, made, params, [batch]).metrics[0].grad_norm is not None) == bool(there)

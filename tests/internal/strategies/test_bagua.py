@@ -11,6 +11,7 @@ from torch import Tensor
 
 import ltx
 from ltx.errors import AxisError, StrategyError
+from ltx.optim import partition
 from ltx.strategies import decentralized
 from ltx.strategies.diloco import cut
 from ltx.strategies.horovod import with_scaled_lr
@@ -105,6 +106,10 @@ def test_scaled_learning_rates() -> None:
     assert with_scaled_lr(adam, 4) == ltx.optim.from_torch(torch.optim.Adam, lr=0.004, weight_decay=0.1)
     clip, doubled = ltx.optim.clip_by_global_norm(1.0), ltx.optim.from_torch(torch.optim.SGD, lr=0.2)
     assert with_scaled_lr(ltx.optim.chain(clip, SGD), 2) == ltx.optim.chain(clip, doubled)
+    groups = {"*bias": "0", "*": "1"}
+    assert with_scaled_lr(partition({"0": SGD, "1": adam}, groups), 2) == partition(
+        {"0": doubled, "1": with_scaled_lr(adam, 2)}, groups
+    )
     assert with_scaled_lr(ltx.optim.from_torch(torch.optim.SGD, lr=lambda count: 1.0 + count), 3).lr(1) == 6.0
     own = ltx.optim.from_functions(lambda params: (), lambda grads, state, params: (grads, state))
     refuses(StrategyError, "multiplies the learning rate of", trainer, own, scale_lr=True)
