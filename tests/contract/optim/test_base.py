@@ -64,15 +64,23 @@ BY_THE_LAST = from_functions(
 )
 
 
-@pytest.mark.parametrize("strategy", [ltx.DDPStrategy(), ltx.LocalSGDStrategy(2)], ids=["ddp", "local SGD"])
+STRATEGIES = {
+    "ddp": ltx.DDPStrategy(),
+    "local SGD": ltx.LocalSGDStrategy(2),
+    "ring": ltx.BaguaStrategy("low_precision_decentralized"),
+    "adasum": ltx.HorovodStrategy(op="adasum"),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize(
     "optimizer", [PULLED, BY_THE_LAST, ltx.optim.chain(ltx.optim.clip_by_global_norm(9.0), PULLED)]
 )
-def test_a_state_that_is_the_parameters(optimizer: Optimizer, strategy: ltx.Strategy, ranks: Ranks) -> None:
+def test_a_state_that_is_the_parameters(optimizer: Optimizer, name: str, ranks: Ranks) -> None:
     """A step with donate=True writes to them, and the state keeps what they were, as without."""
 
     def run() -> list[Tensor]:
-        step = ltx.data_parallel(lambda p: (p["w"] ** 2).sum(), strategy)
+        step = ltx.data_parallel(lambda p: (1.0 + ltx.axis_index()) * (p["w"] ** 2).sum(), STRATEGIES[name])
         start = {"w": torch.tensor([1.0, -2.0])}
         return [trained(step, optimizer, start, [()] * 5, donate=donate).params["w"] for donate in (True, False)]
 

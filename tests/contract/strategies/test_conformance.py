@@ -131,11 +131,12 @@ def test_processes_do_what_the_reference_says(name: str, n: int, ranks: Ranks, s
 @pytest.mark.covering(1, of=lambda name: (KINDS[name],))
 @pytest.mark.parametrize("name", NAMES)
 def test_a_state_may_be_kept_or_saved_halfway(name: str, ranks: Ranks, seed: int) -> None:
-    """donate=False and a pickled state give the same bits."""
+    """donate=False, a pickled state and updates bucket by bucket give the same bits."""
     row, n = ROWS[name], ROWS[name].ranks[0]
     problem = make_problem(seed, n)
     plain = ranks(n).run(trained, row, problem)
-    for kwargs in ({"donate": False}, {"reload_at": 5}):
+    by_bucket = [{"overlap": "update"}] if (name, "update") in UPDATES else []
+    for kwargs in ({"donate": False}, {"reload_at": 5}, *by_bucket):
         for found, other in zip(plain, ranks(n).run(trained, row, problem, **kwargs), strict=True):
             assert_same_bits(found[:2], other[:2])
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import ltx
 from ltx.errors import CallFailedError, DeadlockDetectedError
 from tests import forks
-from tests.contract.strategies.test_protocol import Gossip, LocalSGD, problem, trainer
+from tests.contract.strategies.test_protocol import LocalSGD, problem, trainer
 from tests.inside import AsyncAveraging
 from tests.kinds import OnNewAxis, Ranks, Started
 from tests.small import make, mean_loss, values
@@ -81,35 +81,6 @@ def test_peers_are_told_and_the_step_can_be_done_again(name: str, sockets: bool,
     expected, expected_1 = on_new_axis(lambda: fails_once(strategy, -1)[2], sockets=sockets)
     torch.testing.assert_close(params, expected, rtol=0, atol=0)
     torch.testing.assert_close(params_1, expected_1, rtol=0, atol=0)
-
-
-def test_peers_that_had_gone_on_are_told_too(on_new_axis: OnNewAxis) -> None:
-    """What rank 1 had sent when it failed was all that rank 0 needed for this step, but not for the next one."""
-
-    def run() -> tuple[str, str, int]:
-        params, inputs = problem(2)
-        rank, broken = int(ltx.axis_index()), [False]
-
-        def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
-            if broken[0]:
-                raise BrokenError
-            return ((params["w"] * x).sum() + params["b"] - 1).square()
-
-        train = ltx.train_step(ltx.data_parallel(loss, Gossip()), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
-        state = train.init(params)
-        for step, x in enumerate(inputs):
-            broken[0] = (rank, step) == (1, 3)
-            try:
-                state, _ = train(state, x[rank])
-            except (BrokenError, DeadlockDetectedError) as error:
-                return type(error).__name__, str(error), state.step
-        raise AssertionError("nothing has raised")
-
-    (kind, said, step), (kind_1, _, step_1) = on_new_axis(run)
-    assert (kind, kind_1) == ("DeadlockDetectedError", "BrokenError")
-    assert (step, step_1) == (4, 3)
-    assert "rank 0: rank 1 has left step 3 of the training on axis 'data' halfway (BrokenError" in said
-    assert "Go on there from a state that all ranks share" in said
 
 
 def test_a_rank_may_fail_alone_in_a_step_without_talk(on_new_axis: OnNewAxis) -> None:

@@ -101,27 +101,6 @@ def test_a_state_that_is_given_away_comes_to_the_same(
             torch.testing.assert_close(mine, other, rtol=0, atol=0)
 
 
-def remembering() -> ltx.optim.Optimizer:
-    """Plain descent that keeps the parameters it was given, and where two of them come from."""
-
-    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        return ltx.tree.map(lambda g: -0.01 * g, grads), {"last": params}
-
-    return ltx.optim.from_functions(lambda params: {"last": ltx.tree.map(torch.clone, params)}, update)
-
-
-@pytest.mark.parametrize("name", ["ring of 2", "adasum"])
-def test_what_the_optimizer_has_kept_isnt_written_to(name: str, ranks: Ranks, seed: int) -> None:
-    strategy = LATE[name][1]
-
-    def run(donate: bool) -> list[Tensor]:
-        torch.manual_seed(seed)
-        return trained(strategy, lambda rank: donate, remembering())
-
-    for mine, other in zip(ranks(2).run(run, False), ranks(2).run(run, True), strict=True):
-        torch.testing.assert_close(mine, other, rtol=0, atol=0)
-
-
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", ["ring of 2", "adasum"])
 def test_an_interrupt_meanwhile_waits_until_the_state_is_whole(name: str, ranks: Ranks, seed: int) -> None:
