@@ -156,9 +156,12 @@ def test_a_rate_that_follows_the_loss_by_torchs_own_rule(ranks: Ranks) -> None:
     """All ranks decide alike, since the loss of the metrics is that of all ranks."""
     losses = [3.0, 2.0, 2.5, 2.4, 2.3, 1.0, 1.2, 1.1, 1.1, 1.3]
 
-    def rates() -> list[float]:
+    def watching() -> tuple[SGD, Any]:
         watched = SGD([torch.zeros(1)], lr=1.0)
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(watched, factor=0.5, patience=1)
+        return watched, torchs.ReduceLROnPlateau(watched, factor=0.5, patience=1)
+
+    def rates() -> list[float]:
+        watched, plateau = watching()
         train = ltx.train_step(
             ltx.data_parallel(lambda w, x: w.sum() - w.detach().sum() + x), from_torch(SGD, lr=adjustable(1.0))
         )
@@ -171,9 +174,7 @@ def test_a_rate_that_follows_the_loss_by_torchs_own_rule(ranks: Ranks) -> None:
             found.append(state.opt_state.hyper["lr"].value.item())
         return found
 
-    watched = SGD([torch.zeros(1)], lr=1.0)
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(watched, factor=0.5, patience=1)
-    expected = []
+    (watched, plateau), expected = watching(), []
     for loss in losses:
         plateau.step(loss)
         expected.append(watched.param_groups[0]["lr"])

@@ -154,12 +154,7 @@ ROWS: dict[str, Row] = {
     "DiLoCo, 8 bits, fragments": Row(
         ltx.DiLoCoStrategy(3, outer_lr=0.5, outer_momentum=0.8, outer_hook=hooks.ByteGrad(), fragments=2),
         partial(
-            averaging.diloco,
-            period=3,
-            lr=0.5,
-            momentum=0.8,
-            average=averaging.EightBits,
-            fragments=(("b", "s"), ("w",)),
+            averaging.diloco, period=3, lr=0.5, momentum=0.8, average=bagua.EightBits, fragments=(("b", "s"), ("w",))
         ),
         replicated=False,
     ),
@@ -173,7 +168,7 @@ ROWS: dict[str, Row] = {
     ),
     "DiLoCo, 8 bits with error feedback": Row(
         ltx.DiLoCoStrategy(3, outer_hook=hooks.ByteGrad(error_feedback=True)),
-        partial(averaging.diloco, period=3, lr=0.7, momentum=0.9, average=partial(averaging.EightBits, feedback=True)),
+        partial(averaging.diloco, period=3, lr=0.7, momentum=0.9, average=partial(bagua.EightBits, feedback=True)),
         replicated=False,
     ),
     # Between steps 4 and 5, where the suite saves a state, nothing is under way; test_diloco.py saves at all others.

@@ -18,6 +18,7 @@ from ltx import hooks
 from ltx.errors import LtxError, StrategyError
 from tests import train_on
 from tests.contract.strategies.table import ROWS
+from tests.contract.strategies.test_protocol import LocalSGD
 from tests.inside import AsyncAveraging, QAdam, stateful
 from tests.sent import sent
 from tests.train_on import refuses
@@ -145,6 +146,7 @@ BAD: list[tuple[Callable[..., ltx.Strategy], str, str, str, list[Any]]] = [
     (DDP, "DDPStrategy", "first_bucket_bytes", BYTES, ["auto", "1 MiB"]),
     (DDP, "DDPStrategy", "timeout", SECONDS, ["60", datetime.timedelta(0)]),
     (DDP, "DDPStrategy", "timeout", f"{SECONDS} and less than 1,000 years", [float("inf")]),
+    (LocalSGD, "LocalSGD", "bucket_bytes", BYTES, [0]),  # of a subclass
     (Horovod, "HorovodStrategy", "compression", HOOK.format(["allreduce", "bf16", "fp16", "none"]), ["int8"]),
     (Horovod, "HorovodStrategy", "op", "'average' or 'sum' or 'adasum'", ["max"]),
     (Horovod, "HorovodStrategy", "backward_passes_per_step", BYTES, [0, True]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -41,18 +42,40 @@ def unflat(vector: Array, like: Params, order: Sequence[str] = ("b", "s", "w")) 
     return parts
 
 
-def eight_bit_sum(shares: list[Array]) -> Array:
-    n, size = len(shares), len(shares[0])
-    padded = [np.pad(inputs, (0, -size % n), "edge") for inputs in shares]
-    summed = [sum(eight_bits(row) for row in rows) for rows in zip(*(np.split(p, n) for p in padded), strict=True)]
-    return np.concatenate([eight_bits(np.asarray(row)) for row in summed])[:size]
+#: From each rank's share of a mean, flat, to the mean.
+Sum = Callable[[list[Array]], Array]
+
+
+class EightBits:
+    """Bagua's bytegrad: each rank adds up its part of everyone's 8-bit messages, and sends the sum in 8 bits.
+
+    With `feedback`, what rounding loses of a rank's message, and of the sum that it sends, is in its next message.
+    """
+
+    def __init__(self, feedback: bool = False):
+        self.feedback = feedback
+        self.errors: list[Array] | float = 0.0
+
+    def __call__(self, shares: list[Array]) -> Array:
+        n, numel = len(shares), len(shares[0])
+        given = np.stack(shares) + np.asarray(self.errors)
+        rows = np.pad(given, ((0, 0), (0, -numel % n)), "edge").reshape(n, n, -1)  # from rank, part, number
+        sent = np.stack([[eight_bits(part) for part in rank] for rank in rows])
+        sums = sent.sum(0)
+        total = np.stack([eight_bits(part) for part in sums])
+        if self.feedback:
+            own = sent.copy()
+            for rank in range(n):
+                own[rank, rank] += total[rank] - sums[rank]
+            self.errors = given - own.reshape(n, -1)[:, :numel]
+        return total.reshape(-1)[:numel]
 
 
 def sum_by_node(shares: list[Array], node: int) -> Array:
     m, size = min(node, len(shares)), len(shares[0])
     sums = [np.asarray(sum(shares[first : first + m])) for first in range(0, len(shares), m)]
     cut = [np.split(np.pad(vector, (0, -size % m)), m) for vector in sums]
-    return np.concatenate([eight_bit_sum(list(parts)) for parts in zip(*cut, strict=True)])[:size]
+    return np.concatenate([EightBits()(list(parts)) for parts in zip(*cut, strict=True)])[:size]
 
 
 def eight_bit_gradients(average: bool = True, lr: float = 0.1, node: int = 1) -> Reference:
@@ -146,8 +169,6 @@ def low_precision(interval: int = 1, one_bucket: bool = True, node: int = 1) -> 
     return train
 
 
-#: From each rank's momentum, flat, to the one that all use.
-Average = Callable[[list[Array]], Array]
 #: The order in which one bucket holds the problem's parameters: that in which a backward pass is expected to end.
 ORDER = ("s", "b", "w")
 
@@ -167,9 +188,9 @@ class OneBit:
     def __init__(self, block: int):
         self.block, self.errors = block, np.zeros(())
 
-    def __call__(self, vectors: list[Array]) -> Array:
-        n, numel = len(vectors), len(vectors[0])
-        given = np.stack(vectors) / n + self.errors
+    def __call__(self, shares: list[Array]) -> Array:
+        n, numel = len(shares), len(shares[0])
+        given = np.stack(shares) + self.errors
         part = -(-numel // (n * self.block)) * self.block
         where = [slice(min(r * part, numel), min((r + 1) * part, numel)) for r in range(n)]
         sent = np.stack([np.concatenate([signs(v[at], self.block) for at in where]) for v in given])
@@ -179,10 +200,6 @@ class OneBit:
         for rank, at in enumerate(where):
             self.errors[rank, at] += sums[at] - mean[at]
         return mean
-
-
-def averaged(trees: list[Params], average: Average) -> Params:
-    return unflat(average([flat(tree, ORDER) for tree in trees]), trees[0], ORDER)
 
 
 def trained_by(
@@ -200,7 +217,7 @@ def trained_by(
 
     def reference(problem: Problem) -> list[list[Params]]:
         x, history = problem.start, []
-        average = (lambda vs: sum_by_node([v / len(vs) for v in vs], node)) if one_bit is None else OneBit(one_bit)
+        add = partial(sum_by_node, node=node) if one_bit is None else OneBit(one_bit)
         m = v = on_each(np.zeros_like, x)
         for s in range(1, problem.steps + 1):
             grads = problem.grads([x] * problem.ranks, s - 1)
@@ -209,7 +226,8 @@ def trained_by(
                 m = on_each(lambda m, g: b1 * m + (1 - b1) * g, m, g)
                 v = on_each(lambda v, g: b2 * v + (1 - b2) * g**2, v, g)
             elif s > warmup_steps:
-                m = averaged([on_each(lambda m, g: b1 * m + (1 - b1) * g, m, g) for g in grads], average)
+                momenta = [on_each(lambda m, g: b1 * m + (1 - b1) * g, m, g) for g in grads]
+                m = unflat(add([flat(own, ORDER) / problem.ranks for own in momenta]), m, ORDER)
             c1, c2 = 1 - b1**s, np.sqrt(1 - b2**s)
             x = on_each(lambda x, m, v, c1=c1, c2=c2: x - lr / c1 * m / (np.sqrt(v) / c2 + eps), x, m, v)
             history.append([x] * problem.ranks)
