@@ -383,11 +383,8 @@ def test_two_ranks_train_as_one(name: str, ranks: Ranks, seed: int) -> None:
     theirs = {key: x.clone().requires_grad_() for key, x in start.items()}
     cls, kwargs = CLASSES[name]
     optimizer = cls()(list(theirs.values()), **kwargs)
-    for x in xs:
-        (x @ theirs["w"] + theirs["b"]).square().mean().backward()
-        getattr(optimizer, "train", lambda: None)()
-        optimizer.step()
-        optimizer.zero_grad()
+    getattr(optimizer, "train", lambda: None)()
+    train_on.loop_of_torch(optimizer, lambda x: (x @ theirs["w"] + theirs["b"]).square().mean(), xs)
     torch.testing.assert_close(both, {key: x.detach() for key, x in theirs.items()}, rtol=1e-5, atol=1e-7)
 
 
@@ -662,13 +659,14 @@ def test_weights_for_evaluation(seed: int) -> None:
     state = train.init({"w": w})
     own = torch.nn.Parameter(w.clone())
     theirs = Averaging([own], lr=0.05)
-    theirs.train()
+
+    def loop(xs: Tensor) -> None:
+        theirs.train()
+        train_on.loop_of_torch(theirs, lambda x: (own * x).sum().square(), xs)
+
     torch.testing.assert_close(optimizer.evaluated(state.params, state.opt_state)["w"], w)
-    for x in xs:
-        state, _ = train(state, x)
-        own.grad = None
-        (own * x).sum().square().backward()
-        theirs.step()
+    state, _ = train_on.go_on(train, state, xs)
+    loop(xs)
     torch.testing.assert_close(state.params["w"], own.detach())
     theirs.eval()
     torch.testing.assert_close(optimizer.evaluated(state.params, state.opt_state)["w"], own.detach())
@@ -678,8 +676,5 @@ def test_weights_for_evaluation(seed: int) -> None:
         evaluated = around.evaluated(inside.params, inside.opt_state)
         torch.testing.assert_close(evaluated, {"frozen": torch.ones(1), "w": own.detach()})
     state, _ = train(state, xs[0])  # and training goes on from what it had
-    theirs.train()
-    own.grad = None
-    (own * xs[0]).sum().square().backward()
-    theirs.step()
+    loop(xs[:1])
     torch.testing.assert_close(state.params["w"], own.detach())

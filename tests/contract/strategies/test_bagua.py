@@ -20,7 +20,8 @@ from tests.contract.strategies.problem import loss, make_problem
 from tests.contract.strategies.test_failures import BrokenError
 from tests.inside import QAdam
 from tests.kinds import OnNewAxis, Ranks
-from tests.train_on import go_on, on_ranks, refuses, said
+from tests.sent import recorded
+from tests.train_on import go_on, loop_of_torch, on_ranks, refuses, said
 from tests.twins.cases import assert_same_bits
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
@@ -41,19 +42,19 @@ def test_an_odd_number_cant_pair(n: int, fields: dict[str, Any], what: str) -> N
 
 def sent(algorithm: str, steps: int = 4, **fields: Any) -> list[list[tuple[str, int]]]:
     """What each step issues, without headers: (operation, bytes)."""
-    train, issued = trainer(algorithm, **fields), []
+    train = trainer(algorithm, **fields)
     state = train.init({"w": torch.ones(3, 4), "b": torch.ones(3), "s": torch.ones(()), "pad": torch.ones(1000)})
-    for x, y in make_problem(0, int(ltx.axis_size()), steps).batches():
-        with ltx.profile.record() as trace:
-            state, _ = train(state, x.float(), y.float())
-        issued.append([(e.operation, e.nbytes) for e in trace.events if " " in e.label])
-    return issued
+    batches = [(x.float(), y.float()) for x, y in make_problem(0, int(ltx.axis_size()), steps).batches()]
+    _, traces = recorded(train, state, batches)
+    return [[(e.operation, e.nbytes) for e in trace.events if " " in e.label] for trace in traces]
 
 
 NUMEL, TAG = 1016, 40
 
 
 HALF, MESSAGE = 2 * (NUMEL + TAG), NUMEL // 2 + 8
+
+HALF_GRADIENTS, EIGHT_BITS = NUMEL * 4 // 2, NUMEL // 4 + 8
 
 #: Of so many ranks an algorithm, and the operations and bytes of each of its steps.
 SENT: dict[str, tuple[int, str, dict[str, Any], list[list[tuple[str, int]]]]] = {
@@ -79,6 +80,26 @@ SENT: dict[str, tuple[int, str, dict[str, Any], list[list[tuple[str, int]]]]] = 
         )
         for k in (1, 2)
     },
+    # A rank gets half of its node's sum, shares it with the other node, and gives its node the result.
+    "gradients of a node as those of one rank": (
+        4,
+        "gradient_allreduce",
+        {"steps": 1, **NODES},
+        [[("psum_scatter", HALF_GRADIENTS), ("psum", HALF_GRADIENTS), ("all_gather", HALF_GRADIENTS)]],
+    ),
+    "gradients of a node in 8 bits": (
+        4,
+        "bytegrad",
+        {"steps": 1, **NODES},
+        [
+            [
+                ("psum_scatter", HALF_GRADIENTS),
+                ("all_to_all", EIGHT_BITS),
+                ("all_gather", EIGHT_BITS),
+                ("all_gather", HALF_GRADIENTS),
+            ]
+        ],
+    ),
     "low precision by node, its own message and the other one's": (
         4,
         "low_precision_decentralized",
@@ -321,13 +342,9 @@ def test_the_warm_up_is_adam_under_ddp_bit_for_bit(n: int, ranks: Ranks) -> None
         theirs = torch.optim.Adam(ddp.parameters(), fused=True, **ADAM)
         step = ltx.data_parallel(lambda p, x: torch.func.functional_call(module, p, x).square().mean(), NEVER)
         train = ltx.train_step(step, optim.qadam(warmup_steps=100, **ADAM))
-        state = train.init(dict(module.named_parameters()))
-        for step in range(8):
-            x = torch.randn(5, 6, generator=torch.Generator().manual_seed(17 * step + rank)).double()
-            state, _ = train(state, x)
-            theirs.zero_grad()
-            ddp(x).square().mean().backward()
-            theirs.step()
+        xs = torch.randn(8, 5, 6, generator=torch.Generator().manual_seed(17 + rank)).double()
+        state, _ = go_on(train, train.init(dict(module.named_parameters())), xs)
+        loop_of_torch(theirs, lambda x: ddp(x).square().mean(), xs)
         return state.params, {name: p.detach() for name, p in ddp.module.named_parameters()}
 
     for mine, expected in ranks(n).run(run):
@@ -342,12 +359,9 @@ def sent_by_qadam(strategy: QAdam, optimizer: optim.Optimizer) -> tuple[list[int
     params = {"w": torch.randn(30, 40), "h": torch.randn(50).bfloat16()}
     step = ltx.data_parallel(lambda p, x: sum((x * p[k].float()).square().mean() for k in p), strategy)
     train = ltx.train_step(step, optimizer)
-    state, nbytes = train.init(params), []
-    for _ in range(4):
-        with ltx.profile.record() as trace:
-            state, _ = train(state, torch.tensor(1.0 + int(ltx.axis_index())))
-        nbytes.append(sum(event.nbytes for event in trace.buckets))
-    return nbytes, [entry["momentum"].dtype for _, entry in sorted(state.sync_state.leaves.items())]
+    found, traces = recorded(train, train.init(params), [torch.tensor(1.0 + int(ltx.axis_index()))] * 4)
+    nbytes = [sum(event.nbytes for event in trace.buckets) for trace in traces]
+    return nbytes, [entry["momentum"].dtype for _, entry in sorted(found.state.sync_state.leaves.items())]
 
 
 def test_a_quarter_of_the_bytes_after_the_warm_up(ranks: Ranks) -> None:

@@ -16,7 +16,7 @@ from ltx import hooks
 from ltx.errors import StrategyError
 from tests import inside
 from tests.kinds import Params, Ranks
-from tests.sent import ring
+from tests.sent import recorded, ring
 from tests.train_on import refuses
 from tests.twins.cases import assert_same_bits
 
@@ -36,12 +36,8 @@ def trainer(strategy: ltx.Strategy, optimizer: ltx.optim.Optimizer = SGD, **kwar
 def trained(strategy: ltx.Strategy, steps: int = 12) -> Any:
     """(the last state, the bytes that each step sent)"""
     train, generator = trainer(strategy), torch.Generator().manual_seed(int(ltx.axis_index()))
-    state, nbytes = train.init(start()), []
-    for _ in range(steps):
-        with ltx.profile.record() as trace:
-            state, _ = train(state, torch.randn((), generator=generator))
-        nbytes.append(sum(event.nbytes for event in trace.events))
-    return state, nbytes
+    found, traces = recorded(train, train.init(start()), torch.randn(steps, generator=generator))
+    return found.state, [sum(event.nbytes for event in trace.events) for trace in traces]
 
 
 OUTER = {

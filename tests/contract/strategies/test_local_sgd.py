@@ -19,7 +19,7 @@ from ltx.errors import DeadlockDetectedError, StrategyError, SyncStateError, Uns
 from tests import inside
 from tests.inside import constant_hook, stateful
 from tests.kinds import Params, Ranks
-from tests.sent import ring
+from tests.sent import recorded, ring
 from tests.train_on import refuses, said, trained
 from tests.twins.cases import assert_same_bits
 
@@ -93,13 +93,9 @@ def trainer(strategy: ltx.Strategy) -> Any:
 def sent(strategy: ltx.Strategy, steps: int = 8) -> tuple[Params, list[list[tuple[str, int]]], list[Tensor]]:
     """(parameters, what each step sent, losses)"""
     train, generator = trainer(strategy), torch.Generator().manual_seed(int(ltx.axis_index()))
-    state, issued, losses = train.init(PARAMS), [], []
-    for _ in range(steps):
-        with ltx.profile.record() as trace:
-            state, metrics = train(state, torch.randn(4, generator=generator))
-        issued.append([(event.label, event.nbytes) for event in trace.events])
-        losses.append(metrics.loss)
-    return state.params, issued, losses
+    found, traces = recorded(train, train.init(PARAMS), torch.randn(steps, 4, generator=generator))
+    issued = [[(event.label, event.nbytes) for event in trace.events] for trace in traces]
+    return found.params, issued, list(found.losses)
 
 
 @pytest.mark.parametrize("n", [2, 3])

@@ -16,7 +16,6 @@ from ltx.strategies import decentralized
 from ltx.strategies.diloco import cut
 from ltx.strategies.horovod import with_scaled_lr
 from tests.contract.strategies.test_horovod import SGD, trainer
-from tests.kinds import Ranks
 from tests.train_on import refuses
 
 
@@ -67,27 +66,6 @@ def test_sums_and_means_without_a_train_step(fields: dict[str, Any], seed: int) 
             torch.testing.assert_close(grads["w"], whole.expand(4, 7), rtol=off, atol=off)
             half = whole[0].to(torch.float16).expand(4)
             torch.testing.assert_close(grads["half"], half, rtol=max(off, 2e-3), atol=max(off, 2e-3))
-
-
-def recorded(strategy: ltx.BaguaStrategy) -> list[tuple[str, int]]:
-    train = ltx.train_step(ltx.data_parallel(loss, strategy), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
-    state, _ = train(train.init({"w": torch.ones(1000)}), torch.ones(1000))
-    with ltx.profile.record() as trace:
-        train(state, torch.ones(1000))
-    return [(e.operation, e.nbytes) for e in trace.buckets]
-
-
-@pytest.mark.full
-def test_a_node_sends_as_much_to_others_as_one_rank_would(ranks: Ranks) -> None:
-    """Of float32: a rank gets half of its node's sum, shares it with the other node, gives its node the result."""
-    nodes = {"hierarchical": True, "node_size": 2}
-    for algorithm, among in (
-        ("gradient_allreduce", [("psum", 2000)]),
-        # A grid of two numbers and a byte for each of 250, to the other node; and the same back.
-        ("bytegrad", [("all_to_all", 258), ("all_gather", 258)]),
-    ):
-        for issued in ranks(4).run(recorded, ltx.BaguaStrategy(algorithm, **nodes)):
-            assert issued == [("psum_scatter", 2000), *among, ("all_gather", 2000)]
 
 
 # What strategies are made of: cuts, scaled rates, sums of differences.
