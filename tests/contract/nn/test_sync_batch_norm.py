@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -258,18 +258,11 @@ def test_without_running_statistics_weight_and_bias(ranks: Ranks, seed: int) -> 
         torch.testing.assert_close(found, (want[rank], None, None))
 
 
-def test_momentum_as_a_tensor(ranks: Ranks, seed: int) -> None:
-    xs, (mean, var, *_) = drawn([(4, C), (2, C)])
-
-    def run() -> Any:
-        x = xs[ltx.axis_index()]
-        return [sync_batch_norm(x, mean, var, momentum=m)[1:] for m in (0.25, torch.tensor(0.25))]
-
-    number, tensor = ranks(2).run(run).replicated()
-    torch.testing.assert_close(number, tensor)
-    torch.testing.assert_close(
-        sync_batch_norm(xs[0], mean, var, momentum=torch.tensor(0.25)), sync_batch_norm(xs[0], mean, var, momentum=0.25)
-    )
+def test_momentum_as_a_tensor(seed: int) -> None:
+    """Alone; on ranks that of a cumulative average is one."""
+    (x,), (mean, var, *_) = drawn([(4, C)])
+    tensor, number = (sync_batch_norm(x, mean, var, momentum=m) for m in (torch.tensor(0.25), 0.25))
+    torch.testing.assert_close(tensor, number)
 
 
 @pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (0, 0)], ids=str)
@@ -445,6 +438,16 @@ def test_other_batch_norms(kind: nn.Module) -> None:
     refuses(TreeError, r"takes a torch\.nn\.Module, got dict", convert_sync_batch_norm, {})
 
 
+def passed(module: Any, batches: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+    """Forward and backward passes: outputs, gradients as data_parallel would reduce them, up to 1 / n, and buffers."""
+    ys = []
+    for x in batches:
+        y = module(x)
+        y.sin().sum().backward()
+        ys.append(y.detach())
+    return ys, ltx.psum([p.grad for p in module.parameters()]), dict(module.named_buffers())
+
+
 @pytest.mark.parametrize("momentum", [0.1, None], ids=["momentum", "cumulative"])
 def test_converted_modules_are_one_process_with_the_whole_batch(
     momentum: float | None, ranks: Ranks, seed: int
@@ -453,30 +456,18 @@ def test_converted_modules_are_one_process_with_the_whole_batch(
     steps = [[torch.randn(n, 1, 2, 2, dtype=torch.float64) for n in sizes] for sizes in ((4, 2), (1, 3), (0, 5))]
 
     def run() -> Any:
-        made, ys = convert_sync_batch_norm(net), []
-        for xs in steps:
-            y = made(xs[ltx.axis_index()])
-            y.sin().sum().backward()
-            ys.append(y.detach())
-        made.eval()
-        evaluated = made(steps[0][0])
-        # Gradients as data_parallel would reduce them, up to 1 / n.
-        return ys, ltx.psum([p.grad for p in made.parameters()]), dict(made.named_buffers()), evaluated.detach()
+        made = convert_sync_batch_norm(net)
+        return *passed(made, [xs[ltx.axis_index()] for xs in steps]), made.eval()(steps[0][0]).detach()
 
     results = ranks(2).run(run)
-    ys = []
-    for xs in steps:
-        y = net(torch.cat(xs))
-        y.sin().sum().backward()
-        ys.append(y.detach())
-    net.eval()
-    evaluated = net(steps[0][0]).detach()
+    ys, *rest = passed(net, map(torch.cat, steps))
+    evaluated = net.eval()(steps[0][0]).detach()
     for t, y in enumerate(ys):
         torch.testing.assert_close(torch.cat([by_rank[0][t] for by_rank in results]), y)
     for _, grads, buffers, mine in results:
-        torch.testing.assert_close(grads, [p.grad for p in net.parameters()])
+        torch.testing.assert_close(grads, rest[0])
         # Near double precision: 1 / 3 rounded to float32 would pass the default tolerance nearly always.
-        torch.testing.assert_close(buffers, dict(net.named_buffers()), rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(buffers, rest[1], rtol=1e-12, atol=1e-13)
         torch.testing.assert_close(mine, evaluated, rtol=1e-10, atol=1e-11)
 
 
@@ -556,19 +547,17 @@ def test_a_compiled_module(dynamic: bool, ranks: Ranks, seed: int) -> None:
     xs = [torch.randn(n, 5, dtype=torch.float64) for n in (4, 2)]
 
     def run() -> Any:
-        made, x = convert_sync_batch_norm(net), xs[ltx.axis_index()]
-        y = torch.compile(made, fullgraph=True, backend="aot_eager", dynamic=dynamic)(x)
-        y.sin().sum().backward()
+        made = convert_sync_batch_norm(net)
+        made.compile(fullgraph=True, backend="aot_eager", dynamic=dynamic)
+        found = passed(made, [xs[ltx.axis_index()]])
         torch._dynamo.reset()
-        return y.detach(), ltx.psum([p.grad for p in made.parameters()]), dict(made.named_buffers())
+        return found
 
-    found = ranks(2).run(run)
-    y = net(torch.cat(xs))
-    y.sin().sum().backward()
-    torch.testing.assert_close(torch.cat([by_rank[0] for by_rank in found]), y.detach())
-    for _, grads, buffers in found:
-        torch.testing.assert_close(grads, [p.grad for p in net.parameters()])
-        torch.testing.assert_close(buffers, dict(net.named_buffers()))
+    results = ranks(2).run(run)
+    (y,), *expected = passed(net, [torch.cat(xs)])
+    torch.testing.assert_close(torch.cat([mine for (mine,), *_ in results]), y)
+    for _, *found in results:
+        torch.testing.assert_close(found, expected)
 
 
 class BatchNormAct2d(nn.BatchNorm2d):

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,7 @@ from ltx import hooks
 from ltx.errors import LtxError, StrategyError
 from tests import train_on
 from tests.contract.strategies.table import ROWS
-from tests.contract.strategies.test_protocol import LocalSGD
+from tests.contract.strategies.test_protocol import Anchored, LocalSGD
 from tests.inside import AsyncAveraging, QAdam, stateful
 from tests.sent import sent
 from tests.train_on import refuses
@@ -39,9 +40,12 @@ VALUES = [
     Bagua("bytegrad", hierarchical=True, node_size=4),
     Bagua("decentralized", peer_selection_mode="shift_one"),
     Bagua("low_precision_decentralized", communication_interval=2, bucket_bytes=1 << 20),
+    LocalSGD(period=2),
+    Anchored(period=5),
 ]
 ALL = [*VALUES, *(row.strategy for row in ROWS.values())]
 NAMES = {"datetime": datetime, "AsyncAveraging": AsyncAveraging, "QAdam": QAdam}
+NAMES |= {"LocalSGD": LocalSGD, "Anchored": Anchored}
 NAMES |= {name: getattr(module, name) for module in (ltx, hooks) for name in module.__all__}
 NAMES |= {"torch": torch, "After": type(hooks.after(1, hooks.Noop())), "from_torch": ltx.optim.from_torch}
 
@@ -99,6 +103,21 @@ SHORTER: list[tuple[Any, Any]] = [
     (ltx.LocalSGDStrategy(4, 2, comm_hook=hooks.after(1, hooks.ByteGrad())).hook(1), hooks.ByteGrad()),
     (DiLoCo(50), DILOCO),
     (DiLoCo(50, outer_hook="bf16").outer_hook, hooks.BF16()),
+    (LocalSGD(), LocalSGD(period=3)),
+]
+#: Numbers of NumPy are taken for Python's.
+SHORTER += [
+    (
+        DDP(bucket_bytes=np.int64(9), comm_hook=hooks.PowerSGD(np.int32(2))),
+        DDP(bucket_bytes=9, comm_hook=hooks.PowerSGD(2)),
+    ),
+    (DiLoCo(np.int64(3), np.float32(0.5), np.float64(0.25)), DiLoCo(3, 0.5, 0.25)),
+    (ltx.LocalSGDStrategy(np.int64(4)), ltx.LocalSGDStrategy(4)),
+    (ltx.LocalSGDStrategy({np.int64(2): np.int64(2), 4: 4}), ltx.LocalSGDStrategy({2: 2, 4: 4})),
+    (
+        Horovod(groups=np.int64(2), gradient_predivide_factor=np.float32(2)),
+        Horovod(groups=2, gradient_predivide_factor=2.0),
+    ),
 ]
 
 
@@ -106,6 +125,7 @@ SHORTER: list[tuple[Any, Any]] = [
 def test_what_is_short_for_it(short: Any, whole: Any) -> None:
     assert short == whole
     assert hash(short) == hash(whole)
+    assert repr(short) == repr(whole), "by which ranks compare what they have"
 
 
 def test_fields_are_given_by_keyword_alone() -> None:

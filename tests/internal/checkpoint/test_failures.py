@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx.checkpoint import RESUMABLE, storage
+from ltx.checkpoint import RESUMABLE, directory, storage
 from ltx.checkpoint.together import Together
 from ltx.errors import CheckpointError, InputError, RankMismatchError, TreeError
 from ltx.peers.store_exchange import StoreExchange
@@ -130,27 +130,18 @@ def test_another_file_system(ranks: Ranks, tmp_path: Path) -> None:
     """Rank 1's files aren't where rank 0 looks."""
 
     def on_a_rank() -> str:
-        write = storage.write
+        describe = directory.describe
+
+        def described(path: Path, names: Any) -> Any:
+            """Seen by rank 1 alone: gone when rank 0 looks."""
+            found = describe(path, names)
+            for name in found:
+                (path / name).unlink()
+            return found
+
         with pytest.MonkeyPatch.context() as patch:
             if is_one():
-
-                def elsewhere(path: Path, rank: int, pieces: Any) -> Any:
-                    (tmp_path / "elsewhere").mkdir()
-                    written = write(tmp_path / "elsewhere", rank, pieces)
-                    for file in (tmp_path / "elsewhere").iterdir():
-                        (path / file.name).write_bytes(file.read_bytes())
-                        # Seen by rank 1 alone, which has described it when rank 0 looks.
-                    patch.setattr(ltx.checkpoint.directory, "describe", lambda *a: described(path, *a))
-                    return written
-
-                def described(path: Path, *args: Any) -> Any:
-                    found = describe(*args)
-                    for name in found:
-                        (path / name).unlink()
-                    return found
-
-                describe = ltx.checkpoint.directory.describe
-                patch.setattr(storage, "write", elsewhere)
+                patch.setattr(directory, "describe", described)
             return train_on.said(CheckpointError, lambda: ltx.checkpoint.save(tmp_path, start(trainer())))
 
     (said,) = set(ranks(2).run(on_a_rank))
