@@ -98,11 +98,8 @@ class Hidden(torch.optim.SGD):
         return found
 
 
-class Anchored(torch.optim.Optimizer):
+class Anchored(Lion):
     """Whose state begins with other numbers than 0, and the group's count, too, when there is none yet."""
-
-    def __init__(self, params: Iterable[Tensor], lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -146,11 +143,8 @@ class HalvesLater(Lion):
         group["lr"] *= 0.5 if group["n"] == 3 else 1
 
 
-class Gathers(torch.optim.Optimizer):
+class Gathers(Lion):
     """Gathers its tensors in _init_group, and makes its state after it, as timm's SGDW."""
-
-    def __init__(self, params: Iterable[Tensor], lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
 
     def _init_group(self, group: Any, params: list[Any], momenta: list[Any]) -> None:
         for p in (p for p in group["params"] if p.grad is not None):
@@ -481,10 +475,7 @@ class Split(Tensor):
         raise NotImplementedError(func)
 
 
-class KeepsParts(torch.optim.Optimizer):
-    def __init__(self, params: Iterable[Tensor], lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
+class KeepsParts(Lion):
     def step(self, closure: Any = None) -> None:
         for p in self.param_groups[0]["params"]:
             self.state[p].setdefault("m", Split(torch.zeros(p.shape)))

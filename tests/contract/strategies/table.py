@@ -48,11 +48,11 @@ class Row:
 
 
 ROWS: dict[str, Row] = {
-    "ddp": Row(ltx.DDPStrategy(), averaging.mean_gradients),
+    "ddp": Row(ltx.DDPStrategy(), horovod.averaged()),
     "ddp, several buckets": Row(
-        ltx.DDPStrategy(bucket_bytes=8, first_bucket_bytes=8, comm_hook=hooks.AllReduce()), averaging.mean_gradients
+        ltx.DDPStrategy(bucket_bytes=8, first_bucket_bytes=8, comm_hook=hooks.AllReduce()), horovod.averaged()
     ),
-    "bagua gradient_allreduce": Row(ltx.BaguaStrategy("gradient_allreduce", flatten=True), averaging.mean_gradients),
+    "bagua gradient_allreduce": Row(ltx.BaguaStrategy("gradient_allreduce", flatten=True), horovod.averaged()),
     "bagua gradient_allreduce, sum": Row(
         ltx.BaguaStrategy("gradient_allreduce", average=False),
         horovod.averaged(factor=lambda n: n, lr=lambda n: 0.02),
@@ -99,7 +99,7 @@ ROWS: dict[str, Row] = {
     ),
     "bagua gradient_allreduce, hierarchical": Row(
         ltx.BaguaStrategy("gradient_allreduce", hierarchical=True, node_size=2, bucket_bytes=8, first_bucket_bytes=8),
-        averaging.mean_gradients,
+        horovod.averaged(),
         ranks=(4,),
     ),
     "bagua decentralized, hierarchical": Row(
@@ -229,11 +229,14 @@ ROWS: dict[str, Row] = {
     "horovod adasum, 2 passes": Row(
         ltx.HorovodStrategy(op="adasum", backward_passes_per_step=2), horovod.adasum_of_steps(passes=2), ranks=(2,)
     ),
-    "zero": Row(ltx.ZeroStrategy(), averaging.mean_gradients),
+    "zero": Row(ltx.ZeroStrategy(), horovod.averaged()),
     "zero, bytegrad": Row(ltx.ZeroStrategy(comm_hook=hooks.ByteGrad()), zero.eight_bit_parts),
     "zero, topk": Row(ltx.ZeroStrategy(comm_hook=hooks.TopK(0.5)), zero.greatest_half_of_parts),
     "zero, several buckets, clipped AdamW": Row(
-        ltx.ZeroStrategy(bucket_bytes=8, first_bucket_bytes=8), zero.clipped_adam, CLIPPED_ADAM, ranks=(3,)
+        ltx.ZeroStrategy(bucket_bytes=8, first_bucket_bytes=8),
+        horovod.averaged(zero.ClippedAdam),
+        CLIPPED_ADAM,
+        ranks=(3,),
     ),
 }
 

@@ -242,17 +242,6 @@ def test_sparse_gradients_that_cant_be_reduced() -> None:
     assert grads["table"].is_sparse
 
 
-def test_a_sparse_gradient_in_a_bucket_is_refused(ranks: Ranks) -> None:
-    def run() -> str:
-        table, at = torch.ones(4, 2, requires_grad=True), torch.tensor([1])
-        step = ltx.data_parallel(lambda p: torch.nn.functional.embedding(at, p["table"], sparse=True).sum())
-        return said(UnsupportedError, step({"table": table}).backward)
-
-    text = "the gradient of leaf 'table' (shape [4, 2]) has layout torch.sparse_coo, and buckets hold dense ones"
-    for rank, found in enumerate(ranks(2).run(run)):
-        assert f"rank {rank}: {text}" in found
-
-
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD])
 def test_a_state_restored_on_one_rank_is_broadcast(optimizer: Any, ranks: Ranks) -> None:
     """Horovod's broadcast_parameters and broadcast_optimizer_state; the count of steps and other leaves come along."""

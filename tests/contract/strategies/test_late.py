@@ -34,9 +34,9 @@ LATE: dict[str, tuple[int, ltx.Strategy]] = {
 }
 
 
-def problem(n: int) -> tuple[dict[str, Tensor], Tensor]:
+def problem(n: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
     """(parameters: one transposed, one empty, one 0-dim; inputs by step and rank)"""
-    draw = torch.Generator().manual_seed(torch.initial_seed())
+    draw = torch.Generator().manual_seed(seed)
     params = {
         "w": torch.randn(5, 7, generator=draw).t(),
         "b": torch.randn(11, generator=draw),
@@ -51,6 +51,7 @@ def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
 
 
 def trained(
+    seed: int,
     strategy: ltx.Strategy,
     donate: Callable[[int], bool],
     optimizer: ltx.optim.Optimizer,
@@ -62,7 +63,7 @@ def trained(
 
     `wrap`: what the data-parallel step of `fn`, or of :func:`loss`, is wrapped in.
     """
-    params, inputs = problem(ltx.world().size)
+    params, inputs = problem(ltx.world().size, seed)
     rank = ltx.world().rank
     step = wrap(ltx.data_parallel(fn or loss, strategy))
     train = ltx.train_step(step, optimizer, donate=donate(rank), overlap=overlap)
@@ -92,8 +93,7 @@ def test_a_state_that_is_given_away_comes_to_the_same(
     n, strategy = LATE[name]
 
     def run(donate: Callable[[int], bool]) -> list[Tensor]:
-        torch.manual_seed(seed)
-        return trained(strategy, donate, make())
+        return trained(seed, strategy, donate, make())
 
     kept = ranks(n).run(run, lambda rank: False)
     for donate in (lambda rank: True, lambda rank: rank == 1):
@@ -107,8 +107,7 @@ def test_an_interrupt_meanwhile_waits_until_the_state_is_whole(name: str, ranks:
     strategy = LATE[name][1]
 
     def run(interrupts: bool) -> tuple[int, list[Tensor]]:
-        torch.manual_seed(seed)
-        params, inputs = problem(2)
+        params, inputs = problem(2, seed)
         rank, inner, came = ltx.world().rank, type(strategy), 0
         update = inner.update
 

@@ -17,6 +17,7 @@ from torch.distributed.algorithms.model_averaging.hierarchical_model_averager im
 import ltx
 from ltx.errors import DeadlockDetectedError, StrategyError, SyncStateError, UnsupportedError
 from tests import inside
+from tests.contract.strategies.test_bagua import odd_params
 from tests.inside import constant_hook, stateful
 from tests.kinds import Params, Ranks
 from tests.sent import recorded, ring
@@ -131,15 +132,9 @@ def test_gradients_stay_within_nodes(ranks: Ranks) -> None:
         assert params["w"].equal(results.rank(0)[0]["w"])
 
 
-def of_all_kinds(strategy: ltx.Strategy) -> tuple[Params, Params]:
+def of_all_kinds(strategy: ltx.Strategy, seed: int) -> tuple[Params, Params]:
     """(parameters after one step, what they should be)"""
-    params = {
-        "transposed": torch.randn(3, 4, dtype=torch.float64).T,
-        "empty": torch.zeros(0, 2),
-        "scalar": torch.tensor(2.0),
-        "half": torch.randn(5).bfloat16(),
-    }
-    params = ltx.broadcast(params)
+    params = odd_params(torch.Generator().manual_seed(seed))
     scale = 1.0 + int(ltx.axis_index())
 
     def loss(p: Params) -> Tensor:
@@ -177,7 +172,7 @@ def test_sparse_gradients_stay_within_nodes_too(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("strategy", [ltx.LocalSGDStrategy(1), ltx.DiLoCoStrategy(1, 1.0, 0.0)], ids=["SGD", "DiLoCo"])
 def test_parameters_of_all_kinds(strategy: ltx.Strategy, ranks: Ranks, seed: int) -> None:
-    for params, expected in ranks(2).run(of_all_kinds, strategy):
+    for params, expected in ranks(2).run(of_all_kinds, strategy, seed):
         half, expected_half = params.pop("half"), expected.pop("half")
         torch.testing.assert_close(params, expected)
         torch.testing.assert_close(half, expected_half, rtol=0.02, atol=0)  # three roundings of 2^-8

@@ -381,9 +381,9 @@ def test_ranks_that_disagree_in_training(name: str, ranks: Ranks) -> None:
     assert ranks(2).run(on_both, make, "train_step", False).replicated() == text.format(operation)
 
 
-def without_weight(overlap: Any) -> tuple[str, list[Any]]:
+def without_weight(strategy: ltx.Strategy, overlap: Any) -> tuple[str, list[Any]]:
     """(the error of a step in which no rank has a sample, states before it, after it, and after a good step)"""
-    step = ltx.data_parallel(lambda p, x, n: ltx.Weighted(linear(p, x), n))
+    step = ltx.data_parallel(lambda p, x, n: ltx.Weighted(linear(p, x), n), strategy)
     stepped = ltx.train_step(step, sgd(lr=1.0), overlap=overlap)
     state = stepped.init(P)
     before = ltx.tree.map(torch.clone, state.params)
@@ -393,9 +393,10 @@ def without_weight(overlap: Any) -> tuple[str, list[Any]]:
     return text, [before, after, state.params]
 
 
+@pytest.mark.parametrize("strategy", [ltx.DDPStrategy(), ltx.ZeroStrategy()], ids=repr)
 @pytest.mark.parametrize("overlap", ["backward", "update"])
-def test_all_weights_zero(overlap: str, ranks: Ranks) -> None:
-    text, (before, after, good) = ranks(2).run(without_weight, overlap).replicated()
+def test_all_weights_zero(overlap: str, strategy: ltx.Strategy, ranks: Ranks) -> None:
+    text, (before, after, good) = ranks(2).run(without_weight, strategy, overlap).replicated()
     assert text == NO_MEAN
     assert_same_bits(before, after)
     assert good["w"].tolist() == [0.0, -1.0]  # (x + x) / 2

@@ -1,4 +1,4 @@
-"""Means of gradients (DDP), of parameters now and then (local SGD) and in the background, and outer steps (DiLoCo)."""
+"""Means of parameters now and then (local SGD) and in the background, and outer steps (DiLoCo)."""
 
 from __future__ import annotations
 
@@ -90,13 +90,4 @@ def diloco(
                 new = unflat(anchor[j], problem.start, names)
                 params = [{**p, **{name: (1 - alpha) * a + alpha * p[name] for name, a in new.items()}} for p in params]
         history.append(params)
-    return history
-
-
-def mean_gradients(problem: Problem) -> list[list[Params]]:
-    """w <- w - lr v(mean_r grad f_r(w))"""
-    optimizer, params, history = Sgd(), problem.start, []
-    for step in range(problem.steps):
-        params = optimizer.step(params, mean_of(problem.grads([params] * problem.ranks, step)))
-        history.append([params] * problem.ranks)
     return history

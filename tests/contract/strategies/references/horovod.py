@@ -1,4 +1,4 @@
-"""Horovod's DistributedOptimizer, and the adaptive sum of Maleki et al., MLSys 2021, section 3."""
+"""Means of gradients, as Horovod's DistributedOptimizer; the adaptive sum of Maleki et al., MLSys 2021, section 3."""
 
 from __future__ import annotations
 

@@ -6,20 +6,16 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.contract.strategies.problem import Adam, Array, Params, Problem, Sgd, mean_of, on_each
+from tests.contract.strategies.problem import Adam, Array, Params, Problem, Sgd, on_each
 from tests.contract.strategies.references.bagua import eight_bits
 
 
-def clipped_adam(problem: Problem, max_norm: float = 0.3) -> list[list[Params]]:
+class ClippedAdam(Adam):
     """Gradients are clipped to a norm which is below that of most of them."""
-    optimizer, params, history = Adam(), problem.start, []
-    for step in range(problem.steps):
-        grads = mean_of(problem.grads([params] * problem.ranks, step))
-        norm = sum((g**2).sum() for g in grads.values()) ** 0.5
-        factor = min(1.0, max_norm / (norm + 1e-6))
-        params = optimizer.step(params, on_each(lambda g, by=factor: g * by, grads))
-        history.append([params] * problem.ranks)
-    return history
+
+    def step(self, params: Params, grads: Params) -> Params:
+        factor = min(1.0, 0.3 / (sum((g**2).sum() for g in grads.values()) ** 0.5 + 1e-6))
+        return super().step(params, on_each(lambda g: factor * g, grads))
 
 
 def _on_rows(code: Callable[[Array], Array], params: Params, ranks: int) -> Params:
