@@ -186,31 +186,13 @@ class Built(torch.optim.Optimizer):
                 m.lerp_(g, 1 - group["beta"])
 
 
-class MadeAtOnce(torch.optim.Optimizer):
+class MadeAtOnce(Built):
     """State made by the constructor, as that of torch 2.11's Adagrad."""
 
-    def __init__(self, params: Any, lr: float = 0.1, start: float = 1.0) -> None:
-        super().__init__(params, {"lr": lr, "start": start})
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["sum"] = torch.full_like(p, start)
-
-    def _init_group(self, group: Any, params: list[Tensor], grads: list[Tensor], sums: list[Tensor]) -> bool:
-        for p in group["params"]:
-            if p.grad is not None:
-                params.append(p)
-                grads.append(p.grad)
-                sums.append(self.state[p]["sum"])
-        return False
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            lists: tuple[list[Tensor], ...] = ([], [], [])
-            self._init_group(group, *lists)
-            for p, grad, total in zip(*lists, strict=True):
-                total.addcmul_(grad, grad)
-                p.addcdiv_(grad, total.sqrt(), value=-group["lr"])
+    def __init__(self, params: Any, lr: float = 0.1, start: float = 0.1) -> None:
+        super().__init__(params, lr)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["momentum"] = torch.full_like(p, start)
 
 
 class Clips(torch.optim.AdamW):
@@ -290,7 +272,7 @@ CLASSES: dict[str, tuple[Callable[[], type], dict[str, Any]]] = {
     "a group for each": (lambda: ByShape, {}),
     "sets afterwards": (lambda: SetsAfterwards, {}),
     "adds decay": (lambda: AddsDecay, {"lr": 0.1}),
-    "state of the constructor": (lambda: MadeAtOnce, {"start": 2.0}),
+    "state of the constructor": (lambda: MadeAtOnce, {"start": 0.05}),
     "transformers": (
         lambda: import_module("transformers.optimization").Adafactor,
         {"scale_parameter": True, "relative_step": True, "warmup_init": True},

@@ -49,62 +49,51 @@ def sent(algorithm: str, steps: int = 4, **fields: Any) -> list[list[tuple[str, 
     return [[(e.operation, e.nbytes) for e in trace.events if " " in e.label] for trace in traces]
 
 
+def by_node(algorithm: str, *issued: tuple[str, int], **fields: Any) -> tuple[int, str, dict[str, Any], Any]:
+    """What ranks of two nodes of two issue in one step."""
+    return 4, algorithm, {"steps": 1, **NODES, **fields}, [list(issued)]
+
+
 NUMEL, TAG = 1016, 40
-
-
-HALF, MESSAGE = 2 * (NUMEL + TAG), NUMEL // 2 + 8
-
-HALF_GRADIENTS, EIGHT_BITS = NUMEL * 4 // 2, NUMEL // 4 + 8
+#: Half of the weights and tags of a node, and of its gradients.
+HALF, HALF_GRADIENTS = 2 * (NUMEL + TAG), 2 * NUMEL
+#: In 8 bits, with a grid of two numbers: all, half, and a quarter.
+ALL_8, HALF_8, QUARTER_8 = NUMEL + 8, NUMEL // 2 + 8, NUMEL // 4 + 8
+SHIFT: dict[str, Any] = {"peer_selection_mode": "shift_one"}
 
 #: Of so many ranks an algorithm, and the operations and bytes of each of its steps.
 SENT: dict[str, tuple[int, str, dict[str, Any], list[list[tuple[str, int]]]]] = {
     "shift_one, each parameter once": (
         4,
         "decentralized",
-        {"peer_selection_mode": "shift_one", "communication_interval": 2},
+        {**SHIFT, "communication_interval": 2},
         [[("ppermute", 2 * HALF)], []] * 2,
     ),
     "all, in one all-reduce": (2, "decentralized", {}, [[("psum", 2 * HALF)]] * 4),
-    "a node as one, whose two ranks send a half each": (
-        4,
-        "decentralized",
-        {"peer_selection_mode": "shift_one", "steps": 1, **NODES},
-        [[("psum_scatter", HALF), ("ppermute", HALF), ("all_gather", HALF)]],
-    ),
     **{
         f"low precision, messages of a quarter, to {k}": (
             k + 1,
             "low_precision_decentralized",
             {"communication_interval": 3},
-            [[("ppermute", NUMEL + 8)] * k, [], [], [("ppermute", NUMEL + 8)] * k],
+            [[("ppermute", ALL_8)] * k, [], [], [("ppermute", ALL_8)] * k],
         )
         for k in (1, 2)
     },
-    # A rank gets half of its node's sum, shares it with the other node, and gives its node the result.
-    "gradients of a node as those of one rank": (
-        4,
-        "gradient_allreduce",
-        {"steps": 1, **NODES},
-        [[("psum_scatter", HALF_GRADIENTS), ("psum", HALF_GRADIENTS), ("all_gather", HALF_GRADIENTS)]],
+    "a node as one, whose two ranks send a half each": by_node(
+        "decentralized", ("psum_scatter", HALF), ("ppermute", HALF), ("all_gather", HALF), **SHIFT
     ),
-    "gradients of a node in 8 bits": (
-        4,
+    "gradients of a node, of which each rank shares a half": by_node(
+        "gradient_allreduce", ("psum_scatter", HALF_GRADIENTS), ("psum", HALF_GRADIENTS), ("all_gather", HALF_GRADIENTS)
+    ),
+    "gradients of a node, halves in 8 bits": by_node(
         "bytegrad",
-        {"steps": 1, **NODES},
-        [
-            [
-                ("psum_scatter", HALF_GRADIENTS),
-                ("all_to_all", EIGHT_BITS),
-                ("all_gather", EIGHT_BITS),
-                ("all_gather", HALF_GRADIENTS),
-            ]
-        ],
+        ("psum_scatter", HALF_GRADIENTS),
+        ("all_to_all", QUARTER_8),
+        ("all_gather", QUARTER_8),
+        ("all_gather", HALF_GRADIENTS),
     ),
-    "low precision by node, its own message and the other one's": (
-        4,
-        "low_precision_decentralized",
-        {"steps": 1, **NODES},
-        [[("psum_scatter", 2 * NUMEL), ("ppermute", MESSAGE), ("all_gather", 2 * MESSAGE)]],
+    "low precision by node, its own message and the other one's": by_node(
+        "low_precision_decentralized", ("psum_scatter", 2 * NUMEL), ("ppermute", HALF_8), ("all_gather", 2 * HALF_8)
     ),
 }
 
