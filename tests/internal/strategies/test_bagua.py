@@ -91,6 +91,8 @@ def test_scaled_learning_rates() -> None:
     assert with_scaled_lr(ltx.optim.from_torch(torch.optim.SGD, lr=lambda count: 1.0 + count), 3).lr(1) == 6.0
     own = ltx.optim.from_functions(lambda params: (), lambda grads, state, params: (grads, state))
     refuses(StrategyError, "multiplies the learning rate of", trainer, own, scale_lr=True)
+    kept = ltx.optim.from_torch(torch.optim.SGD, lr=ltx.optim.adjustable(0.1))
+    refuses(StrategyError, "Scale its rate yourself", trainer, kept, scale_lr=True)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
