@@ -99,6 +99,26 @@ def test_it_works_leaf_by_leaf_if_all_do() -> None:
     assert not partition({"0": sgd, "1": from_torch(Adafactor)}, {"a": "0", "*": "1"}).elementwise
 
 
+@pytest.mark.parametrize(
+    ("optimizers", "labels", "text"),
+    [
+        ({"0": sgd}, {"a": "0"}, "no pattern of labels fits b"),
+        ({"0": sgd}, {"c*": "0", "*": "0"}, "labels: 'c*' fits no parameter. Their paths: a, b."),
+        ({"0": sgd}, {"a": "1", "*": "0"}, "the label of 'a' is '1', and there are optimizers for ['0']"),
+        ({"0": sgd}, lambda path: None, "the label of 'a' is None"),
+        ({"0": sgd}, {"*": 0}, "labels are a dict by patterns of paths"),
+        ({0: sgd}, {"*": "0"}, "labels must be strings, got 0"),
+        ({"0": sgd}, ["a"], "labels are a dict by patterns of paths, or a function, got ['a']"),
+        ({"0": SGD}, {"*": "0"}, "expected optimizers, but that of '0' is <class"),
+        ({}, {"*": "0"}, "expected optimizers by label, got {}"),
+        ({"0": ltx.optim.qadam(1e-3, warmup_steps=2)}, {"*": "0"}, "is a part of"),
+    ],
+)
+def test_refused(optimizers: Any, labels: Any, text: str) -> None:
+    with pytest.raises(OptimError, match=re.escape(text)):
+        partition(optimizers, labels).init({"a": torch.zeros(1), "b": torch.zeros(1)})
+
+
 def test_nothing_may_follow_a_partition_of_optimizers() -> None:
     refuses(OptimError, "must come last in a chain", chain, grouped, identity(), clip_by_global_norm(1.0))
     assert chain(partition({"0": clip_by_global_norm(1.0)}, {"*": "0"}), sgd).init({"a": torch.zeros(1)})
@@ -325,45 +345,24 @@ def test_guarded_and_simulated_and_compiled(seed: int) -> None:
         torch.compile(train, backend="eager")(train.init(params), x, y)
 
 
-# Of optimizers for the parameters a and b: what is refused, and what the error says.
+# What is refused, and what the error says.
 REFUSED: list[tuple[Any, str]] = [
-    (lambda: partition({"0": sgd}, {"a": "0"}), "no pattern of labels fits b"),
-    (lambda: partition({"0": sgd}, {"c*": "0", "*": "0"}), "labels: 'c*' fits no parameter. Their paths: a, b."),
-    (
-        lambda: partition({"0": sgd}, {"a": "1", "*": "0"}),
-        "the label of 'a' is '1', and there are optimizers for ['0']",
-    ),
-    (lambda: partition({"0": sgd}, lambda path: None), "the label of 'a' is None"),
-    (lambda: partition({"0": sgd}, {"*": 0}), "labels are a dict by patterns of paths"),
-    (lambda: partition({0: sgd}, {"*": "0"}), "labels must be strings, got 0"),
-    (lambda: partition({"0": sgd}, ["a"]), "labels are a dict by patterns of paths, or a function, got ['a']"),
-    (lambda: partition({"0": SGD}, {"*": "0"}), "expected optimizers, but that of '0' is <class"),
-    (lambda: partition({}, {"*": "0"}), "expected optimizers by label, got {}"),
-    (lambda: partition({"0": ltx.optim.qadam(1e-3, warmup_steps=2)}, {"*": "0"}), "is a part of"),
-    (lambda: from_torch(AdamW, {"head.*": {}}), "'head.*' fits no parameter. Their paths: a, b."),
-    (lambda: from_torch(AdamW, {"a": {"wd": 0.0}}), "from_torch(AdamW): no argument wd; allowed are lr"),
-    (lambda: from_torch(AdamW, {"a": {"start_step": -1}}), "from_torch: start_step must be"),
-    (
-        lambda: from_torch(AdamW, [{"params": ["a"]}]),
-        'no pattern of labels fits b. Give the rest a label, {..., "*": "the rest"}, or a group',
-    ),
-    (lambda: from_torch(AdamW, [{"params": ["c"]}, {"params": "*"}]), "'c' fits no parameter"),
-    (
-        lambda: from_torch(AdamW, [{"params": ["a", "b"]}, {"params": ["a"]}]),
-        "from_torch(AdamW): 'a' is in group 0 and in group 1",
-    ),
-    (
-        lambda: from_torch(AdamW, [{"params": NET.parameters()}]),
-        'Write {"params": [name for name, p in model.named_parameters() if ...], ...}',
-    ),
-    (lambda: from_torch(AdamW, list(NET.parameters())), "from_torch(AdamW): group 0 has "),
-    (lambda: from_torch(AdamW, NET.parameters()), "from_torch(AdamW): group 0 has "),
+    ({"head.*": {}}, "'head.*' fits no parameter. Their paths: a, b."),
+    ({"a": {"wd": 0.0}}, "from_torch(AdamW): no argument wd; allowed are lr"),
+    ({"a": {"start_step": -1}}, "from_torch: start_step must be"),
+    ([{"params": ["a"]}], 'no pattern of labels fits b. Give the rest a label, {..., "*": "the rest"}, or a group'),
+    ([{"params": ["c"]}, {"params": "*"}], "'c' fits no parameter"),
+    ([{"params": ["a", "b"]}, {"params": ["a"]}], "from_torch(AdamW): 'a' is in group 0 and in group 1"),
+    ([{"params": NET.parameters()}], 'Write {"params": [name for name, p in model.named_parameters() if ...], ...}'),
+    (list(NET.parameters()), "from_torch(AdamW): group 0 has "),
+    (NET.parameters(), "from_torch(AdamW): group 0 has "),
 ]
 
 
-@pytest.mark.parametrize(("make", "text"), REFUSED)
-def test_refused(make: Any, text: str) -> None:
-    refuses(OptimError, re.escape(text), lambda: make().init({"a": torch.zeros(1), "b": torch.zeros(1)}))
+@pytest.mark.parametrize(("groups", "text"), REFUSED)
+def test_groups_that_are_refused(groups: Any, text: str) -> None:
+    with pytest.raises(OptimError, match=re.escape(text)):
+        from_torch(AdamW, groups).init({"a": torch.zeros(1), "b": torch.zeros(1)})
 
 
 plain = from_torch(SGD, lr=RATE)

@@ -244,39 +244,36 @@ def test_a_state_that_was_broadcast_has_nothing_under_way(ranks: Ranks) -> None:
     assert all(ranks(2).run(run))
 
 
-def begun(params: Params | None = None, **fields: Any) -> Any:
-    return trainer(ltx.DiLoCoStrategy(5, **fields)).init(params or start())
+def test_parameters_that_dont_fit() -> None:
+    with pytest.raises(StrategyError, match=r"fragments must be at most the number of parameters, 4, got 5\."):
+        trainer(ltx.DiLoCoStrategy(5, fragments=5)).init(start())
+    with pytest.raises(StrategyError, match=r"parameter 'c', complex64\[2\], needs .*: keep its real and imaginary"):
+        trainer(ltx.DiLoCoStrategy(5)).init({**start(), "c": torch.zeros(2, dtype=torch.complex64)})
 
 
-CLIP, COUNTED = (
-    ltx.optim.clip_by_global_norm(1.0),
-    ltx.optim.from_functions(
+def test_what_doesnt_go_with_sending_ahead() -> None:
+    with pytest.raises(
+        StrategyError, match=r"^DiLoCoStrategy.fragment_sync_delay needs one collective for each bucket.*ByteGrad"
+    ):
+        ltx.DiLoCoStrategy(4, fragment_sync_delay=1, outer_hook=hooks.ByteGrad())
+    refuses(StrategyError, "needs an update of each bucket by itself", trainer, AHEAD, overlap="update")
+
+
+def counted() -> Any:
+    return ltx.optim.from_functions(
         lambda params: torch.tensor(0), lambda grads, state, params: (grads, state), elementwise=True
-    ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        ("which chain.* doesn't offer", {"outer": ltx.optim.chain(ltx.optim.clip_by_global_norm(1.0), SGD)}),
+        ("which clip_by_global_norm.* doesn't offer", {"outer": ltx.optim.clip_by_global_norm(1.0)}),
+        ("which qadam.* doesn't offer", {"outer": ltx.optim.qadam(0.1, warmup_steps=2)}),
+        ("so leave out outer_lr=0.5, outer_momentum=0.9", {"outer": SGD, "outer_lr": 0.5}),
+        ("keeps whole numbers", {"outer": counted()}),
+    ],
 )
-REFUSED: dict[str, tuple[Any, str]] = {
-    "a fragment more than parameters": (
-        lambda: begun(fragments=5),
-        r"fragments must be at most the number of parameters, 4, got 5\.",
-    ),
-    "complex parameters": (
-        lambda: begun({"c": torch.zeros(2, dtype=torch.complex64)}),
-        r"parameter 'c', complex64\[2\], needs .*: keep its real and imaginary",
-    ),
-    "two collectives ahead": (
-        lambda: begun(fragment_sync_delay=1, outer_hook=hooks.ByteGrad()),
-        r"^DiLoCoStrategy.fragment_sync_delay needs one collective for each bucket.*ByteGrad",
-    ),
-    "ahead, by bucket": (lambda: trainer(AHEAD, overlap="update"), "needs an update of each bucket by itself"),
-    "clipping": (lambda: begun(outer=ltx.optim.chain(CLIP, SGD)), "which chain.* doesn't offer"),
-    "no optimizer": (lambda: begun(outer=CLIP), "which clip_by_global_norm.* doesn't offer"),
-    "momenta": (lambda: begun(outer=ltx.optim.qadam(0.1, warmup_steps=2)), "which qadam.* doesn't offer"),
-    "two rates": (lambda: begun(outer=SGD, outer_lr=0.5), "so leave out outer_lr=0.5, outer_momentum=0.9"),
-    "counts": (lambda: begun(outer=COUNTED), "keeps whole numbers"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str) -> None:
-    make, text = REFUSED[name]
-    refuses(StrategyError, text, make)
+def test_outer_optimizers_that_dont_fit(text: str, fields: Any) -> None:
+    refuses(StrategyError, text, lambda: trainer(ltx.DiLoCoStrategy(2, **fields)).init(start()))
