@@ -120,6 +120,7 @@ def test_frozen() -> None:
     "strategy",
     [
         ltx.DDPStrategy(),
+        ltx.ZeroStrategy(),
         pytest.param(ltx.LocalSGDStrategy(3), id="local SGD"),
         pytest.param(ltx.DDPStrategy(comm_hook=ltx.hooks.ByteGrad(error_feedback=True)), id="error feedback"),
     ],

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import ltx
@@ -19,6 +18,7 @@ from ltx.optim.clipping import ClipByGlobalNorm
 from ltx.strategies.zero import MeanPart, Shards
 from tests import train_on
 from tests.kinds import Params, Ranks
+from tests.sent import recorded
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAMW = ltx.optim.from_torch(torch.optim.AdamW, lr=lambda count: 0.05 / (1 + count))
@@ -160,25 +160,6 @@ def batch(step: int) -> Tensor:
     return torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + int(ltx.axis_index())))
 
 
-def steps(state: Any, which: range) -> Any:
-    return train_on.go_on(trainer(), state, map(batch, which)).state
-
-
-def test_parts_dont_collide_in_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
-    def save_and_go_on() -> tuple[Params, Params, list[str]]:
-        state = steps(trainer().init(params_of_all_kinds()), range(3))
-        dcp.save({"train": state}, checkpoint_id=tmp_path)
-        other = steps(trainer().init(params_of_all_kinds()), range(1))
-        dcp.load({"train": other}, checkpoint_id=tmp_path)
-        names = [name for name in state.state_dict() if "matrix.exp_avg" in name]
-        return steps(state, range(3, 6)).params, steps(other, range(3, 6)).params, names
-
-    for rank, (expected, got, names) in enumerate(ranks(2).run(save_and_go_on)):
-        assert all(torch.equal(expected[name], got[name]) for name in expected)
-        shard = f"opt_state.shard_{rank}_of_2.per_param.matrix"
-        assert names == [f"{shard}.exp_avg", f"{shard}.exp_avg_sq"]
-
-
 def test_a_part_for_other_ranks_is_refused() -> None:
     state = trainer().init(params_of_all_kinds())
     foreign = replace(state, opt_state=Shards(state.opt_state.state, 4, 1))
@@ -194,10 +175,9 @@ def test_gradients_may_travel_in_half_precision(dtype: torch.dtype, ranks: Ranks
         step = ltx.data_parallel(lambda w, x: (w * x).sum(), strategy)
         half = ltx.mixed_precision(step, Precision(compute=torch.float32, reduce=dtype))
         train = ltx.train_step(half, ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
-        state = train.init(torch.zeros(9))
-        with ltx.profile.record() as trace:
-            state, _ = train(state, torch.linspace(0.0, 1.0, 9) + int(ltx.axis_index()))
-        return state.params, sum(e.nbytes for e in trace.events if e.label == "bucket 0")
+        x = torch.linspace(0.0, 1.0, 9) + int(ltx.axis_index())
+        found, (trace,) = recorded(train, train.init(torch.zeros(9)), [x])
+        return found.params, sum(e.nbytes for e in trace.events if e.label == "bucket 0")
 
     got, sent = ranks(2).run(on_a_rank, ltx.ZeroStrategy()).replicated()
     expected, _ = ranks(2).run(on_a_rank, ltx.DDPStrategy()).replicated()
@@ -327,9 +307,7 @@ def test_what_coded_parameters_cant_do_is_refused() -> None:
 def test_bytes_of_a_step(ranks: Ranks) -> None:
     def on_a_rank(hook: Any) -> int:
         train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum(), ltx.ZeroStrategy(comm_hook=hook)), SGD)
-        state = train.init(torch.zeros(4096))
-        with ltx.profile.record() as trace:
-            train(state, torch.ones(4096) * (1 + int(ltx.axis_index())))
+        _, (trace,) = recorded(train, train.init(torch.zeros(4096)), [torch.ones(4096) * (1 + int(ltx.axis_index()))])
         return sum(e.nbytes for e in trace.events if "bucket" in e.label or "exchange" in e.label)
 
     by_name = {"exact": hooks.AllReduce(), **LOSSY}
