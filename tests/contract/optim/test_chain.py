@@ -36,7 +36,7 @@ from tests.contract.optim.cases import Case, clone, random_grads, random_params,
 from tests.contract.optim.test_opaque import Lion
 from tests.contract.optim.test_partition import BIASES, grouped, loss_fn, problem
 from tests.kinds import Params, Ranks
-from tests.train_on import go_on, refuses
+from tests.train_on import go_on, on_ranks, refuses
 from tests.twins.training import after_some_updates
 
 
@@ -430,15 +430,12 @@ def fails(pair: tuple[ltx.optim.Optimizer, ...], match: str) -> None:
     begun((from_torch(SGD, lr=lambda n: 0.1),) * 2, ltx.ZeroStrategy())
 
 
-def in_any_order() -> None:
+@on_ranks(2)
+def test_a_mapping_that_a_set_has_put_in_another_order() -> None:
     labels = [("a", "slow"), ("b", "fast"), ("*", "fast")]
     ordered = dict(labels if ltx.axis_index() == 0 else [labels[1], labels[0], labels[2]])
     train = ltx.train_step(ltx.data_parallel(lambda p: p["a"].sum()), partition({"slow": sgd, "fast": ADAMW}, ordered))
     train.init({"a": torch.ones(2), "b": torch.ones(2)})
-
-
-def test_a_mapping_that_a_set_has_put_in_another_order(ranks: Ranks) -> None:
-    ranks(2).run(in_any_order)
 
 
 @pytest.mark.parametrize("name", UNEQUAL)

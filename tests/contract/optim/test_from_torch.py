@@ -260,24 +260,19 @@ def test_grads_and_state_must_fit() -> None:
     params = {"layers": [torch.ones(2), torch.ones(3)]}
     optimizer = from_torch(AdamW)
     state = optimizer.init(params)
-    texts = {
-        "the gradient of leaf 'layers.1' is float32[2], but the parameter is float32[3]: cast or reshape": [
-            torch.ones(2),
-            torch.ones(2),
-        ],
-        "the gradient of leaf 'layers.0' is float64[2], but the parameter is float32[2]": [
-            torch.ones(2).double(),
-            None,
-        ],
-        "the gradient of leaf 'layers.1' must be a tensor or None, got 3.0.": [None, 3.0],
-        "grads must have the tree structure of params": [None],
-        "from_torch(AdamW): the gradient of leaf 'layers.0' is sparse, but AdamW takes dense ones only": [
-            torch.ones(2).to_sparse(),
-            None,
-        ],
-    }
+    two = torch.ones(2)
+    misfits: list[tuple[list[Any], str]] = [
+        ([two, two], "the gradient of leaf 'layers.1' is float32[2], but the parameter is float32[3]: cast or reshape"),
+        ([two.double(), None], "the gradient of leaf 'layers.0' is float64[2], but the parameter is float32[2]"),
+        ([None, 3.0], "the gradient of leaf 'layers.1' must be a tensor or None, got 3.0."),
+        ([None], "grads must have the tree structure of params"),
+        (
+            [two.to_sparse(), None],
+            "(AdamW): the gradient of leaf 'layers.0' is sparse, but AdamW takes dense ones only",
+        ),
+    ]
     before = clone((params, state))
-    for text, grads in texts.items():
+    for grads, text in misfits:
         refuses(OptimError, re.escape(text), optimizer.apply, {"layers": grads}, state, params, donate=True)
     with pytest.raises(OptimError, match="the optimizer's state must have the tree structure of params"):
         optimizer.apply(params, optimizer.init({}), params)
