@@ -7,23 +7,7 @@ from typing import Any
 
 import optree
 import torch
-from torch import Tensor
-from torch.optim import (
-    ASGD,
-    SGD,
-    Adadelta,
-    Adafactor,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    Muon,
-    NAdam,
-    RAdam,
-    RMSprop,
-    Rprop,
-    SparseAdam,
-)
+from torch import Tensor, optim
 
 
 @dataclass(frozen=True)
@@ -33,51 +17,52 @@ class Case:
 
     @property
     def has_fused(self) -> bool:
-        return self.cls in (Adam, AdamW, SGD, Adagrad)
+        return self.cls in (optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad)
 
     def __repr__(self) -> str:
         return "-".join([self.cls.__name__, *(f"{key}={value}" for key, value in self.kwargs.items())])
 
 
 CASES = [
-    Case(Adadelta),
-    Case(Adadelta, {"weight_decay": 0.1, "maximize": True}),
-    Case(Adafactor),
-    Case(Adafactor, {"weight_decay": 0.1, "lr": 0.1}),
-    Case(Adagrad),
-    Case(Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.3, "weight_decay": 0.1}),
-    Case(Adam),
-    Case(Adam, {"amsgrad": True, "weight_decay": 0.1, "maximize": True}),
-    Case(AdamW, {"lr": 0.1}),
-    Case(AdamW, {"amsgrad": True, "betas": (0.5, 0.6)}),
-    Case(Adamax),
-    Case(ASGD),
-    Case(ASGD, {"t0": 2.0, "lambd": 0.1, "lr": 0.1}),
-    Case(Muon),
-    Case(Muon, {"nesterov": False, "weight_decay": 0.3}),
-    Case(NAdam),
-    Case(NAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1}),
-    Case(RAdam),
-    Case(RAdam, {"betas": (0.5, 0.6), "weight_decay": 0.1}),
-    Case(RMSprop),
-    Case(RMSprop, {"momentum": 0.9, "centered": True, "weight_decay": 0.1}),
-    Case(Rprop),
-    Case(SGD),
-    Case(SGD, {"momentum": 0.9, "lr": 0.1}),
-    Case(SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
-    Case(SGD, {"momentum": 0.9, "dampening": 0.5, "maximize": True}),
-    Case(SparseAdam),
+    Case(optim.Adadelta),
+    Case(optim.Adadelta, {"weight_decay": 0.1, "maximize": True}),
+    Case(optim.Adafactor),
+    Case(optim.Adafactor, {"weight_decay": 0.1, "lr": 0.1}),
+    Case(optim.Adagrad),
+    Case(optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.3, "weight_decay": 0.1}),
+    Case(optim.Adam),
+    Case(optim.Adam, {"amsgrad": True, "weight_decay": 0.1, "maximize": True}),
+    Case(optim.AdamW, {"lr": 0.1}),
+    Case(optim.AdamW, {"amsgrad": True, "betas": (0.5, 0.6)}),
+    Case(optim.Adamax),
+    Case(optim.ASGD),
+    Case(optim.ASGD, {"t0": 2.0, "lambd": 0.1, "lr": 0.1}),
+    Case(optim.Muon),
+    Case(optim.Muon, {"nesterov": False, "weight_decay": 0.3}),
+    Case(optim.NAdam),
+    Case(optim.NAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1}),
+    Case(optim.RAdam),
+    Case(optim.RAdam, {"betas": (0.5, 0.6), "weight_decay": 0.1}),
+    Case(optim.RMSprop),
+    Case(optim.RMSprop, {"momentum": 0.9, "centered": True, "weight_decay": 0.1}),
+    Case(optim.Rprop),
+    Case(optim.SGD),
+    Case(optim.SGD, {"momentum": 0.9, "lr": 0.1}),
+    Case(optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    Case(optim.SGD, {"momentum": 0.9, "dampening": 0.5, "maximize": True}),
+    Case(optim.SparseAdam),
 ]
-DENSE_CASES = [case for case in CASES if case.cls is not SparseAdam]
+DENSE_CASES = [case for case in CASES if case.cls is not optim.SparseAdam]
 FUSED_CASES = [case for case in CASES if case.has_fused]
 
 
 def random_params(case: Case) -> dict[str, Any]:
     """A nested tree with 0-dim, empty and multi-dimensional leaves, as far as the class takes them."""
     params: dict[str, Any] = {"layers": [torch.randn(5, 7), torch.randn(3, 4)]}
-    if case.cls not in (Muon, SparseAdam):
+    if case.cls not in (optim.Muon, optim.SparseAdam):
         params |= {"scalar": torch.randn(()), "bias": torch.randn(33), "conv": torch.randn(2, 3, 2, 2)}
-    if case.cls not in (Muon, SparseAdam, Adafactor):  # torch's own Adafactor divides by the number of elements
+    # torch's own Adafactor divides by the number of elements
+    if case.cls not in (optim.Muon, optim.SparseAdam, optim.Adafactor):
         params["empty"] = torch.randn(0, 3)
     return params
 
@@ -89,7 +74,7 @@ def random_grads(case: Case, params: Any) -> Any:
         grad = torch.randn_like(param)
         grad[torch.rand_like(grad) < 0.1] = -0.0
         grad[torch.rand_like(grad) < 0.1] = 0.0
-        if case.cls is SparseAdam:
+        if case.cls is optim.SparseAdam:
             grad[torch.rand(len(grad)) < 0.5] = 0.0
             return grad.to_sparse(1)
         return grad

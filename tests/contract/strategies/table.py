@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -15,6 +16,8 @@ from tests.contract.strategies.references import averaging, bagua, horovod, zero
 from tests.inside import AsyncAveraging, QAdam
 from tests.twins.training import sgd
 
+SMALL: Any = {"bucket_bytes": 8, "first_bucket_bytes": 8}
+NODES: Any = {"hierarchical": True, "node_size": 2}
 SLOW = sgd(0.02, momentum=0.9)
 SGD = sgd(0.1, momentum=0.9)
 CLIPPED_ADAM = ltx.optim.chain(
@@ -49,9 +52,7 @@ class Row:
 
 ROWS: dict[str, Row] = {
     "ddp": Row(ltx.DDPStrategy(), horovod.averaged()),
-    "ddp, several buckets": Row(
-        ltx.DDPStrategy(bucket_bytes=8, first_bucket_bytes=8, comm_hook=hooks.AllReduce()), horovod.averaged()
-    ),
+    "ddp, several buckets": Row(ltx.DDPStrategy(comm_hook=hooks.AllReduce(), **SMALL), horovod.averaged()),
     "bagua gradient_allreduce": Row(ltx.BaguaStrategy("gradient_allreduce", flatten=True), horovod.averaged()),
     "bagua gradient_allreduce, sum": Row(
         ltx.BaguaStrategy("gradient_allreduce", average=False),
@@ -87,42 +88,28 @@ ROWS: dict[str, Row] = {
         ltx.BaguaStrategy("low_precision_decentralized"), bagua.low_precision(), ranks=(2, 3, 4), replicated=False
     ),
     "bagua low_precision_decentralized, interval, several buckets": Row(
-        ltx.BaguaStrategy(
-            "low_precision_decentralized", communication_interval=2, bucket_bytes=8, first_bucket_bytes=8
-        ),
+        ltx.BaguaStrategy("low_precision_decentralized", communication_interval=2, **SMALL),
         bagua.low_precision(interval=2, one_bucket=False),
         ranks=(3,),
         replicated=False,
     ),
     "bagua bytegrad, hierarchical": Row(
-        ltx.BaguaStrategy("bytegrad", hierarchical=True, node_size=2), bagua.eight_bit_gradients(node=2), ranks=(4,)
+        ltx.BaguaStrategy("bytegrad", **NODES), bagua.eight_bit_gradients(node=2), ranks=(4,)
     ),
     "bagua gradient_allreduce, hierarchical": Row(
-        ltx.BaguaStrategy("gradient_allreduce", hierarchical=True, node_size=2, bucket_bytes=8, first_bucket_bytes=8),
-        horovod.averaged(),
-        ranks=(4,),
+        ltx.BaguaStrategy("gradient_allreduce", **NODES, **SMALL), horovod.averaged(), ranks=(4,)
     ),
     "bagua decentralized, hierarchical": Row(
-        ltx.BaguaStrategy("decentralized", hierarchical=True, node_size=2),
-        bagua.decentralized(node=2),
-        ranks=(4,),
-        replicated=False,
+        ltx.BaguaStrategy("decentralized", **NODES), bagua.decentralized(node=2), ranks=(4,), replicated=False
     ),
     "bagua decentralized, hierarchical, shift_one": Row(
-        ltx.BaguaStrategy(
-            "decentralized",
-            peer_selection_mode="shift_one",
-            hierarchical=True,
-            node_size=2,
-            bucket_bytes=8,
-            first_bucket_bytes=8,
-        ),
+        ltx.BaguaStrategy("decentralized", peer_selection_mode="shift_one", **NODES, **SMALL),
         bagua.decentralized(shift_one=True, node=2),
         ranks=(4,),
         replicated=False,
     ),
     "bagua low_precision_decentralized, hierarchical": Row(
-        ltx.BaguaStrategy("low_precision_decentralized", hierarchical=True, node_size=2),
+        ltx.BaguaStrategy("low_precision_decentralized", **NODES),
         bagua.low_precision(node=2),
         ranks=(4,),
         replicated=False,
@@ -190,10 +177,9 @@ ROWS: dict[str, Row] = {
         ltx.BaguaStrategy("qadam", warmup_steps=4, betas=(0.8, 0.9), momentum_hook=hooks.OneBit(block=8)),
         bagua.trained_by(**QADAM, one_bit=8),
         optimizer=ltx.optim.qadam(**QADAM),
-        ranks=(2, 3),
     ),
     "qadam, hierarchical": Row(
-        ltx.BaguaStrategy("qadam", warmup_steps=4, betas=(0.8, 0.9), hierarchical=True, node_size=2),
+        ltx.BaguaStrategy("qadam", warmup_steps=4, betas=(0.8, 0.9), **NODES),
         bagua.trained_by(**QADAM, node=2),
         optimizer=ltx.optim.qadam(**QADAM),
         ranks=(4,),
@@ -201,7 +187,7 @@ ROWS: dict[str, Row] = {
     # Between steps 4 and 5, where the suite saves a state, no round is under way; at the end one is.
     "async": Row(AsyncAveraging(warmup_steps=2, schedule=(3, 2)), averaging.rounds(2, 3, 2), replicated=False),
     "async, hierarchical": Row(
-        ltx.BaguaStrategy("async", warmup_steps=2, schedule=(3, 2), hierarchical=True, node_size=2),
+        ltx.BaguaStrategy("async", warmup_steps=2, schedule=(3, 2), **NODES),
         averaging.rounds(2, 3, 2, node=2),
         ranks=(4,),
         replicated=False,
@@ -233,10 +219,7 @@ ROWS: dict[str, Row] = {
     "zero, bytegrad": Row(ltx.ZeroStrategy(comm_hook=hooks.ByteGrad()), zero.eight_bit_parts),
     "zero, topk": Row(ltx.ZeroStrategy(comm_hook=hooks.TopK(0.5)), zero.greatest_half_of_parts),
     "zero, several buckets, clipped AdamW": Row(
-        ltx.ZeroStrategy(bucket_bytes=8, first_bucket_bytes=8),
-        horovod.averaged(zero.ClippedAdam),
-        CLIPPED_ADAM,
-        ranks=(3,),
+        ltx.ZeroStrategy(**SMALL), horovod.averaged(zero.ClippedAdam), CLIPPED_ADAM, ranks=(3,)
     ),
 }
 

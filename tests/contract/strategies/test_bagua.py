@@ -17,6 +17,7 @@ from ltx import hooks, optim
 from ltx.errors import DeadlockDetectedError, RankMismatchError, StrategyError, UnsupportedError
 from tests import train_on
 from tests.contract.strategies.problem import loss, make_problem
+from tests.contract.strategies.table import NODES
 from tests.contract.strategies.test_failures import BrokenError
 from tests.inside import QAdam
 from tests.kinds import OnNewAxis, Ranks
@@ -25,7 +26,6 @@ from tests.train_on import go_on, loop_of_torch, on_ranks, refuses, said
 from tests.twins.cases import assert_same_bits
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
-NODES = {"hierarchical": True, "node_size": 2}
 
 
 def trainer(algorithm: str, **fields: Any) -> Any:

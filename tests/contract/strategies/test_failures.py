@@ -14,6 +14,7 @@ from torch import Tensor
 import ltx
 from ltx.errors import CallFailedError, DeadlockDetectedError
 from tests import forks
+from tests.contract.strategies.table import NODES
 from tests.contract.strategies.test_protocol import LocalSGD, problem, trainer
 from tests.inside import AsyncAveraging
 from tests.kinds import OnNewAxis, Ranks, Started
@@ -54,7 +55,6 @@ def fails_once(strategy: ltx.Strategy, fails_at: int) -> tuple[list[type], bool,
     return raised, kept, state.params
 
 
-NODES = {"hierarchical": True, "node_size": 2}
 #: Strategies whose ranks communicate in step 2, of their parameters, of their updates, or in several phases.
 TALKING: dict[str, ltx.Strategy] = {
     "of one's own": LocalSGD(period=3),
