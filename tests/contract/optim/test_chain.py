@@ -306,12 +306,6 @@ def test_the_measured_norm_has_derivatives(seed: int) -> None:
     torch.testing.assert_close(torch.func.grad(norm)(g), g / g.norm())
 
 
-def test_grad_norm_is_found_or_absent() -> None:
-    assert grad_norm(((), ClipState(torch.tensor(5.0)))) == 5.0
-    assert grad_norm(from_torch(torch.optim.SGD).init({"w": torch.ones(1)})) is None
-    assert grad_norm(()) is None
-
-
 def test_grad_norm_of_groups_is_that_of_all(seed: int) -> None:
     """Not that of the first group; and where some groups measure none, or one in front has measured all."""
     grads = {name: torch.randn(5) for name in "abc"}

@@ -119,11 +119,6 @@ def test_refused(optimizers: Any, labels: Any, text: str) -> None:
         partition(optimizers, labels).init({"a": torch.zeros(1), "b": torch.zeros(1)})
 
 
-def test_nothing_may_follow_a_partition_of_optimizers() -> None:
-    refuses(OptimError, "must come last in a chain", chain, grouped, identity(), clip_by_global_norm(1.0))
-    assert chain(partition({"0": clip_by_global_norm(1.0)}, {"*": "0"}), sgd).init({"a": torch.zeros(1)})
-
-
 @pytest.mark.parametrize(
     "transform",
     [
