@@ -20,7 +20,7 @@ from ltx.nn import SyncBatchNorm, convert_sync_batch_norm, sync_batch_norm
 from tests import train_on
 from tests.inside import close_axis, resolve
 from tests.kinds import Ranks
-from tests.train_on import refuses, said
+from tests.train_on import on_ranks, refuses, said
 
 C = 3
 
@@ -155,28 +155,24 @@ def test_alone_it_is_torchs(training: bool, seed: int) -> None:
     torch.testing.assert_close(under[1](y), reference[1](y))
 
 
-def test_not_training_communicates_nothing(ranks: Ranks, seed: int) -> None:
-    xs, (mean, var, weight, bias) = drawn([(4, C), (0, C)])
-
-    def run() -> tuple[bool, int]:
-        x = xs[ltx.axis_index()]
-        with ltx.profile.record() as trace:
-            y, *running = sync_batch_norm(x, mean, var, weight, bias, training=False)
-        want = functional.batch_norm(x, mean, var, weight, bias, False)
-        return torch.equal(y, want) and running[0] is mean and running[1] is var, len(trace.events)
-
-    assert ranks(2).run(run).replicated() == (True, 0)
+@on_ranks(2)
+def test_not_training_communicates_nothing() -> None:
+    (x,), (mean, var, weight, bias) = drawn([(0 if ltx.axis_index() else 4, C)])
+    with ltx.profile.record() as trace:
+        y, *running = sync_batch_norm(x, mean, var, weight, bias, training=False)
+    assert torch.equal(y, functional.batch_norm(x, mean, var, weight, bias, False))
+    assert running[0] is mean
+    assert running[1] is var
+    assert trace.events == []
 
 
-def test_one_collective_each_way(ranks: Ranks) -> None:
-    def run() -> list[str]:
-        x = torch.randn(4, C, 5).requires_grad_()
-        w, b = torch.ones(C, requires_grad=True), torch.zeros(C, requires_grad=True)
-        with ltx.profile.record() as trace:
-            sync_batch_norm(x, None, None, w, b)[0].sin().sum().backward()
-        return [event.operation for event in trace.events]
-
-    assert ranks(2).run(run).replicated() == ["all_gather", "psum_scatter"]
+@on_ranks(2)
+def test_one_collective_each_way() -> None:
+    x = torch.randn(4, C, 5).requires_grad_()
+    w, b = torch.ones(C, requires_grad=True), torch.zeros(C, requires_grad=True)
+    with ltx.profile.record() as trace:
+        sync_batch_norm(x, None, None, w, b)[0].sin().sum().backward()
+    assert [event.operation for event in trace.events] == ["all_gather", "psum_scatter"]
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
@@ -236,19 +232,14 @@ def test_large_means(ranks: Ranks, seed: int) -> None:
         assert (y - want).abs().max() <= 2 * spacing
 
 
-def test_inputs_of_any_layout(ranks: Ranks, seed: int) -> None:
-    x = torch.randn(6, C, 4, 5, dtype=torch.float64)
-
-    def run() -> tuple[bool, bool]:
-        mine = x[int(ltx.axis_index()) :: 2]
-        last = mine.contiguous(memory_format=torch.channels_last)
-        want = sync_batch_norm(mine.contiguous(), None, None)[0]
-        layouts = (mine, last, mine.transpose(2, 3).contiguous().transpose(2, 3))
-        got = [sync_batch_norm(z, None, None)[0] for z in layouts]
-        stays = got[1].is_contiguous(memory_format=torch.channels_last)
-        return all(torch.allclose(g, want, rtol=1e-12) for g in got), stays
-
-    assert ranks(2).run(run).replicated() == (True, True)
+@on_ranks(2)
+def test_inputs_of_any_layout() -> None:
+    x = torch.randn(6, C, 4, 5, dtype=torch.float64)[::2]
+    last = x.contiguous(memory_format=torch.channels_last)
+    want = sync_batch_norm(x.contiguous(), None, None)[0]
+    for z in (x, last, x.transpose(2, 3).contiguous().transpose(2, 3)):
+        torch.testing.assert_close(sync_batch_norm(z, None, None)[0], want, rtol=1e-12, atol=1e-12)
+    assert sync_batch_norm(last, None, None)[0].is_contiguous(memory_format=torch.channels_last)
 
 
 def test_without_running_statistics_weight_and_bias(ranks: Ranks, seed: int) -> None:
@@ -277,11 +268,10 @@ def test_less_than_two_values(sizes: tuple[int, int], ranks: Ranks) -> None:
         torch.func.grad(lambda x: sync_batch_norm(x, None, None)[0].sum())(torch.ones(1, C))
 
 
-def test_channels_that_differ_between_ranks(ranks: Ranks) -> None:
-    def run() -> str:  # new to both ranks
-        return said(RankMismatchError, sync_batch_norm, torch.randn(4, 11 + int(ltx.axis_index())), None, None)
-
-    assert "rank 0: float32[23]; rank 1: float32[25]" in ranks(2).run(run).replicated()
+@on_ranks(2)
+def test_channels_that_differ_between_ranks() -> None:
+    x = torch.randn(4, 11 + int(ltx.axis_index()))  # new to both ranks
+    refuses(RankMismatchError, r"rank 0: float32\[23\]; rank 1: float32\[25\]", sync_batch_norm, x, None, None)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tests.contract.strategies.test_bagua import odd_params
 from tests.inside import constant_hook, stateful
 from tests.kinds import Params, Ranks
 from tests.sent import recorded, ring
-from tests.train_on import refuses, said, trained
+from tests.train_on import go_on, on_ranks, refuses, said, trained
 from tests.twins.cases import assert_same_bits
 
 
@@ -144,30 +144,23 @@ def of_all_kinds(strategy: ltx.Strategy, seed: int) -> tuple[Params, Params]:
     return state.params, {k: (x - 0.1 * 2 * 1.5 * x.double()).to(x.dtype) for k, x in params.items()}
 
 
-def test_second_derivatives_of_a_nodes_mean_are_refused(ranks: Ranks) -> None:
+@on_ranks(4)
+def test_second_derivatives_of_a_nodes_mean_are_refused() -> None:
     """They would be those of the mean over all ranks, beside first ones of the node's."""
-
-    def run() -> float:
-        step = ltx.data_parallel(lambda w, x: x * w**2, ltx.LocalSGDStrategy(4, subgroup=2))
-        w, x = torch.tensor(1.0), torch.tensor(10.0 ** ltx.world().rank)
-        for derivative in (torch.func.grad(torch.func.grad(step)), torch.func.hessian(step)):
-            with pytest.raises(
-                UnsupportedError, match=r"needs a mean of gradients, which WithinNode\(ranks=2\) doesn't offer"
-            ):
-                derivative(w, x)
-        return torch.func.grad(step)(w, x).item()
-
-    assert list(ranks(4).run(run)) == [11.0, 11.0, 1100.0, 1100.0]
+    step = ltx.data_parallel(lambda w, x: x * w**2, ltx.LocalSGDStrategy(4, subgroup=2))
+    w, x = torch.tensor(1.0), torch.tensor(10.0 ** ltx.world().rank)
+    text = r"needs a mean of gradients, which WithinNode\(ranks=2\) doesn't offer"
+    for derivative in (torch.func.grad(torch.func.grad(step)), torch.func.hessian(step)):
+        refuses(UnsupportedError, text, derivative, w, x)
+    assert torch.func.grad(step)(w, x).item() == (11.0 if ltx.world().rank < 2 else 1100.0)
 
 
-def test_sparse_gradients_stay_within_nodes_too(ranks: Ranks) -> None:
-    def run() -> tuple[Tensor, Tensor]:
-        mine = torch.zeros(4).index_fill(0, torch.tensor(ltx.world().rank), 1.0)
-        grads, _ = ltx.sync_gradients([mine, mine.to_sparse()], ltx.LocalSGDStrategy(4, subgroup=2))
-        return grads[0], grads[1].to_dense()
-
-    for rank, (dense, sparse) in enumerate(ranks(4).run(run)):
-        assert sparse.tolist() == dense.tolist() == ([0.5, 0.5, 0, 0] if rank < 2 else [0, 0, 0.5, 0.5])
+@on_ranks(4)
+def test_sparse_gradients_stay_within_nodes_too() -> None:
+    rank = ltx.world().rank
+    own = torch.zeros(4).index_fill(0, torch.tensor(rank), 1.0)
+    (dense, sparse), _ = ltx.sync_gradients([own, own.to_sparse()], ltx.LocalSGDStrategy(4, subgroup=2))
+    assert sparse.to_dense().tolist() == dense.tolist() == ([0.5, 0.5, 0, 0] if rank < 2 else [0, 0, 0.5, 0.5])
 
 
 @pytest.mark.parametrize("strategy", [ltx.LocalSGDStrategy(1), ltx.DiLoCoStrategy(1, 1.0, 0.0)], ids=["SGD", "DiLoCo"])
@@ -178,43 +171,33 @@ def test_parameters_of_all_kinds(strategy: ltx.Strategy, ranks: Ranks, seed: int
         torch.testing.assert_close(half, expected_half, rtol=0.02, atol=0)  # three roundings of 2^-8
 
 
-def test_a_node_waits_for_no_other(ranks: Ranks) -> None:
+@on_ranks(4)
+def test_a_node_waits_for_no_other() -> None:
     """The ranks of the second node only begin once those of the first have done two steps alone."""
-
-    def run() -> list[float]:
-        rank, world = int(ltx.axis_index()), torch.distributed.distributed_c10d._get_default_store()
-        step = ltx.data_parallel(lambda w, x: (w - x).square(), ltx.LocalSGDStrategy(3, subgroup=2))
-        train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.5))
-        x, losses = torch.tensor(float(rank)), []
-        state, _ = train(train.init(torch.zeros(())), x)  # averages
-        if rank > 1:
-            world.wait(["first/0", "first/1"])
-        for _ in range(2):
-            state, metrics = train(state, x)
-            losses.append(metrics.loss.item())
-        world.set(f"first/{rank}", "done")
-        state, _ = train(state, x)
-        return [*losses, state.params.item()]
-
-    found = list(ranks(4).run(run))
+    rank, world = int(ltx.axis_index()), torch.distributed.distributed_c10d._get_default_store()
+    step = ltx.data_parallel(lambda w, x: (w - x).square(), ltx.LocalSGDStrategy(3, subgroup=2))
+    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.5))
+    x = torch.tensor(float(rank))
+    state, _ = train(train.init(torch.zeros(())), x)  # averages
+    if rank > 1:
+        world.wait(["first/0", "first/1"])
+    alone = go_on(train, state, [x] * 2)
+    world.set(f"first/{rank}", "done")
+    state, _ = train(alone.state, x)
     # After the mean of the first step, 1.5, each node goes to its own mean; then all average.
-    assert [row[0] for row in found] == [1.25, 1.25, 1.25, 1.25]
-    assert [row[1] for row in found] == [0.25] * 4
-    assert {row[2] for row in found} == {1.5}
+    assert [*alone.losses.tolist(), state.params.item()] == [1.25, 0.25, 1.5]
 
 
-def test_nodes_may_reduce_in_half_precision(ranks: Ranks) -> None:
+@on_ranks(4)
+def test_nodes_may_reduce_in_half_precision() -> None:
     """Mixed precision rounds a node's shares, and they stay in the node."""
-
-    def run() -> Tensor:
-        step = ltx.data_parallel(lambda w, x: (w * x).sum(), ltx.LocalSGDStrategy(5, 1, subgroup=2))
-        step = ltx.mixed_precision(step, ltx.Precision(reduce=torch.bfloat16))
-        train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
-        state = train.init(torch.zeros(2))
-        state = replace(state, sync_state=replace(state.sync_state, step=2))
-        return train(state, torch.full((2,), float(ltx.axis_index())))[0].params
-
-    assert [params.tolist() for params in ranks(4).run(run)] == [[-0.5, -0.5]] * 2 + [[-2.5, -2.5]] * 2
+    step = ltx.data_parallel(lambda w, x: (w * x).sum(), ltx.LocalSGDStrategy(5, 1, subgroup=2))
+    step = ltx.mixed_precision(step, ltx.Precision(reduce=torch.bfloat16))
+    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
+    state = train.init(torch.zeros(2))
+    state = replace(state, sync_state=replace(state.sync_state, step=2))
+    state, _ = train(state, torch.full((2,), float(ltx.axis_index())))
+    assert state.params.tolist() == ([-0.5, -0.5] if ltx.axis_index() < 2 else [-2.5, -2.5])
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from ltx.strategies.async_averaging import AsyncAveraging
 from tests.forks import SILENT_S
 from tests.inside import stateful
 from tests.kinds import OnNewAxis, Ranks
-from tests.train_on import go_on, refuses, said
+from tests.train_on import go_on, on_ranks, refuses, said
 
 ALWAYS = AsyncAveraging(sync_interval_ms=0)
 LR = 0.01
@@ -102,19 +102,16 @@ def test_nodes_go_at_their_own_pace_and_end_together(n: int, node: int, ranks: R
     assert len({of_node[0] for of_node in losses}) == nodes, "losses are the nodes' own"
 
 
-def test_rounds_keep_their_distance(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_rounds_keep_their_distance() -> None:
     """With an hour between two rounds there is the first, and that of finish."""
-
-    def run() -> tuple[int, int, bool]:
-        train = trainer(AsyncAveraging(sync_interval_ms=3.6e6))
-        with ltx.profile.record() as trace:
-            state, _ = go_on(train, train.init(start()), [torch.tensor(1.0)] * 5)
-            before = rounds_of(trace)
-            kept = pickle.loads(pickle.dumps(state))
-            train.finish(state)
-        return before, rounds_of(trace), isinstance(kept.params["w"], Tensor)
-
-    assert ranks(2).run(run).replicated() == (1, 2, True)
+    train = trainer(AsyncAveraging(sync_interval_ms=3.6e6))
+    with ltx.profile.record() as trace:
+        state, _ = go_on(train, train.init(start()), [torch.tensor(1.0)] * 5)
+        assert rounds_of(trace) == 1
+        assert isinstance(pickle.loads(pickle.dumps(state)).params["w"], Tensor)
+        train.finish(state)
+    assert rounds_of(trace) == 2
 
 
 def test_all_kinds_of_leaves(ranks: Ranks) -> None:
@@ -133,42 +130,36 @@ def test_all_kinds_of_leaves(ranks: Ranks) -> None:
         torch.testing.assert_close(x, torch.full_like(x, -1.0), rtol=0, atol=tolerance)
 
 
-def test_a_rank_may_fail_alone_and_do_its_step_again(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_a_rank_may_fail_alone_and_do_its_step_again() -> None:
     """Its peer hears nothing of it, and what is under way stays."""
+    rank, fails = int(ltx.axis_index()), [False]
 
-    def run() -> Tensor:
-        rank, fails = int(ltx.axis_index()), [False]
+    def faulty(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        if fails[0]:
+            raise ArithmeticError
+        return loss(params, x)
 
-        def faulty(params: dict[str, Tensor], x: Tensor) -> Tensor:
-            if fails[0]:
-                raise ArithmeticError
-            return loss(params, x)
-
-        train = trainer(ALWAYS, faulty)
-        state = train.init(start())
-        for step in range(6):
-            if rank == 1 and step in (1, 4):
-                fails[0] = True
-                said(ArithmeticError, train, state, torch.tensor(1.0))
-                fails[0] = False
-            state, _ = train(state, torch.tensor(rank + 1.0))
-        return went(train.finish(state))["b"]
-
-    for b in ranks(2).run(run):
-        torch.testing.assert_close(b.item(), -LR * 1.5 * 6, rtol=0, atol=1e-9)
+    train = trainer(ALWAYS, faulty)
+    state = train.init(start())
+    for step in range(6):
+        if rank == 1 and step in (1, 4):
+            fails[0] = True
+            said(ArithmeticError, train, state, torch.tensor(1.0))
+            fails[0] = False
+        state, _ = train(state, torch.tensor(rank + 1.0))
+    torch.testing.assert_close(went(train.finish(state))["b"].item(), -LR * 1.5 * 6, rtol=0, atol=1e-9)
 
 
-def test_it_goes_with_debug_checks_and_accumulation(ranks: Ranks) -> None:
-    def run() -> Tensor:
-        rank = int(ltx.axis_index())
-        step = ltx.accumulate(ltx.data_parallel(lambda p, x: loss(p, x.mean()), ALWAYS), 2)
-        train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=LR))
-        with ltx.debug_checks():
-            batches = [torch.full((4,), rank + 1.0)] * (2 + 2 * rank)
-            return went(train.finish(go_on(train, train.init(start()), batches).state))["b"]
-
-    for b in ranks(2).run(run):
-        torch.testing.assert_close(b.item(), -LR * (2 * 1 + 4 * 2) / 2, rtol=0, atol=1e-9)
+@on_ranks(2)
+def test_it_goes_with_debug_checks_and_accumulation() -> None:
+    rank = int(ltx.axis_index())
+    step = ltx.accumulate(ltx.data_parallel(lambda p, x: loss(p, x.mean()), ALWAYS), 2)
+    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=LR))
+    with ltx.debug_checks():
+        batches = [torch.full((4,), rank + 1.0)] * (2 + 2 * rank)
+        b = went(train.finish(go_on(train, train.init(start()), batches).state))["b"]
+    torch.testing.assert_close(b.item(), -LR * (2 * 1 + 4 * 2) / 2, rtol=0, atol=1e-9)
 
 
 @pytest.mark.full
@@ -221,20 +212,17 @@ def test_a_peer_that_begins_no_round(on_new_axis: OnNewAxis) -> None:
     assert on_new_axis(run, timeout_s=4.0).rank(0) > 1
 
 
-def test_a_state_with_a_round_under_way_gives_and_takes_no_state_dict(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_a_state_with_a_round_under_way_gives_and_takes_no_state_dict() -> None:
     """What the round comes to would be lost, or be added to other parameters than it is of."""
-
-    def run() -> bool:
-        train, x = trainer(AsyncAveraging(schedule=(2, 2))), torch.tensor(1.0 + ltx.world().rank)
-        state, _ = train(train.init(start()), x)
-        saved = train.init(start()).state_dict()
-        for use in (state.state_dict, lambda: state.load_state_dict(saved)):
-            refuses(InputError, r"^state_dict: AsyncAveraging\(.* exchange under way between two steps", use)
-        state, other = train.finish(state), train.init(start())
-        other.load_state_dict(state.state_dict())
-        return all(torch.equal(went(other)[name], x) for name, x in went(state).items())
-
-    assert list(ranks(2).run(run)) == [True, True]
+    train, x = trainer(AsyncAveraging(schedule=(2, 2))), torch.tensor(1.0 + ltx.world().rank)
+    state, _ = train(train.init(start()), x)
+    saved = train.init(start()).state_dict()
+    for use in (state.state_dict, lambda: state.load_state_dict(saved)):
+        refuses(InputError, r"^state_dict: AsyncAveraging\(.* exchange under way between two steps", use)
+    state, other = train.finish(state), train.init(start())
+    other.load_state_dict(state.state_dict())
+    assert all(torch.equal(went(other)[name], x) for name, x in went(state).items())
 
 
 def test_without_a_warm_up_steps_are_not_counted() -> None:
