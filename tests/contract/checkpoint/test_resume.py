@@ -23,7 +23,7 @@ from tests.contract.strategies.problem import make_problem
 from tests.contract.strategies.table import KINDS, ROWS
 from tests.contract.strategies.test_conformance import tensors, trainer
 from tests.kinds import Params, Ranks
-from tests.train_on import go_on, refuses
+from tests.train_on import go_on, on_ranks, refuses
 from tests.twins.cases import assert_same_bits
 
 ADAMW = ltx.optim.from_torch(torch.optim.AdamW, lr=lambda count: 0.05 / (1 + count))
@@ -165,29 +165,25 @@ def test_generators_go_on_where_there_are_as_many_ranks(ranks: Ranks, tmp_path: 
         ltx.checkpoint.load(tmp_path, plain(), rng="always")
 
 
-def test_leaves_of_all_kinds(ranks: Ranks, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_leaves_of_all_kinds(tmp_path: Path) -> None:
     """0-dim, empty, non-contiguous, narrow, complex and integer leaves, and what isn't a number, bit by bit."""
-
-    def on_a_rank() -> Any:
-        torch.manual_seed(5)
-        params = {
-            "scalar": torch.tensor(1.5),
-            "empty": torch.ones(0, 3),
-            "transposed": torch.randn(4, 3).T,
-            "part": torch.randn(100)[3:9:2],
-            "half": torch.randn(5).bfloat16(),
-            "complex": torch.randn(3, dtype=torch.complex64).conj(),
-            "double": torch.randn(2).double(),
-        }
-        buffers = {"flags": torch.tensor([True, False]), "count": torch.tensor(3), "nan": torch.tensor([float("nan")])}
-        train = ltx.train_step(ltx.data_parallel(lambda p, b: (p["scalar"].square(), b)), ADAMW)
-        state, _ = train(train.init(params, buffers))
-        ltx.checkpoint.save(tmp_path, state)
-        empty = ltx.tree.map(torch.zeros_like, (params, buffers))
-        return state, ltx.checkpoint.load(tmp_path, train.init(*empty)).state
-
-    for state, restored in ranks(2).run(on_a_rank):
-        assert_same(state, restored)
+    torch.manual_seed(5)
+    params = {
+        "scalar": torch.tensor(1.5),
+        "empty": torch.ones(0, 3),
+        "transposed": torch.randn(4, 3).T,
+        "part": torch.randn(100)[3:9:2],
+        "half": torch.randn(5).bfloat16(),
+        "complex": torch.randn(3, dtype=torch.complex64).conj(),
+        "double": torch.randn(2).double(),
+    }
+    buffers = {"flags": torch.tensor([True, False]), "count": torch.tensor(3), "nan": torch.tensor([float("nan")])}
+    train = ltx.train_step(ltx.data_parallel(lambda p, b: (p["scalar"].square(), b)), ADAMW)
+    state, _ = train(train.init(params, buffers))
+    ltx.checkpoint.save(tmp_path, state)
+    empty = ltx.tree.map(torch.zeros_like, (params, buffers))
+    assert_same(state, ltx.checkpoint.load(tmp_path, train.init(*empty)).state)
 
 
 def test_a_loss_scale_goes_on(tmp_path: Path) -> None:
@@ -203,23 +199,21 @@ def test_a_loss_scale_goes_on(tmp_path: Path) -> None:
 FEEDBACK = ltx.hooks.ByteGrad(error_feedback=True)
 
 
-def test_other_buckets_take_the_same_state(ranks: Ranks, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_other_buckets_take_the_same_state(tmp_path: Path) -> None:
     one = big_train(ltx.DDPStrategy(comm_hook=FEEDBACK), donate=False)
     many = big_train(ltx.DDPStrategy(comm_hook=FEEDBACK, bucket_bytes=64, first_bucket_bytes=16), donate=False)
-
-    def on_a_rank() -> Any:
-        state = steps(one, start(one), range(3))
-        assert any(x.any() for x in ltx.tree.flatten(state.sync_state.leaves)[0])
-        ltx.checkpoint.save(tmp_path, state)
-        restored = ltx.checkpoint.load(tmp_path, start(many)).state
+    state = steps(one, start(one), range(3))
+    assert any(x.any() for x in ltx.tree.flatten(state.sync_state.leaves)[0])
+    ltx.checkpoint.save(tmp_path, state)
+    restored = ltx.checkpoint.load(tmp_path, start(many)).state
+    state = replace(state, layout=restored.layout)
+    assert_same(state, restored)
+    ends = []
+    for each in (restored, state):
         torch.manual_seed(0)
-        end = steps(many, restored, range(3, 5)).params
-        torch.manual_seed(0)
-        return state, restored, end, steps(many, replace(state, layout=restored.layout), range(3, 5)).params
-
-    for state, restored, end, expected in ranks(2).run(on_a_rank):
-        assert_same(replace(state, layout=restored.layout), restored)
-        assert all(torch.equal(end[name], expected[name]) for name in end)
+        ends.append(steps(many, each, range(3, 5)).params)
+    assert_same_bits(*ends)
 
 
 HOOKS = [
@@ -238,16 +232,13 @@ HOOKS = [
 
 @pytest.mark.full(but=2)
 @pytest.mark.parametrize("hook", HOOKS, ids=repr)
-def test_what_hooks_carry_goes_on(hook: Any, ranks: Ranks, seed: int, tmp_path: Path) -> None:
-    def on_a_rank() -> Any:
-        train = plain_train(ltx.DDPStrategy(comm_hook=hook, bucket_bytes=64, first_bucket_bytes=16))
-        state = steps(train, plain_start(train), range(3))
-        ltx.checkpoint.save(tmp_path, state)
-        restored = ltx.checkpoint.load(tmp_path, plain_start(train)).state
-        return steps(train, state, range(3, 6)), steps(train, restored, range(3, 6))
-
-    for end, other_end in ranks(2).run(on_a_rank):
-        assert_same(end, other_end)
+@on_ranks(2)
+def test_what_hooks_carry_goes_on(hook: Any, seed: int, tmp_path: Path) -> None:
+    train = plain_train(ltx.DDPStrategy(comm_hook=hook, bucket_bytes=64, first_bucket_bytes=16))
+    state = steps(train, plain_start(train), range(3))
+    ltx.checkpoint.save(tmp_path, state)
+    restored = ltx.checkpoint.load(tmp_path, plain_start(train)).state
+    assert_same(steps(train, state, range(3, 6)), steps(train, restored, range(3, 6)))
 
 
 @pytest.mark.parametrize("strategy", [ltx.ZeroStrategy(), ltx.LocalSGDStrategy(2)], ids=["zero", "local SGD"])
@@ -309,22 +300,15 @@ def test_another_number_of_ranks(strategy: Any, before: int, now: int, ranks: Ra
         assert_same(end, expected)
 
 
-def test_a_gathered_state_and_shards_are_the_same_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
-    def on_a_rank() -> Any:
-        train = plain_train(ltx.ZeroStrategy())
-        state = steps(train, plain_start(train), range(3))
-        whole = train.gather(state)
-        ltx.checkpoint.save(tmp_path / "shards", state)
-        ltx.checkpoint.save(tmp_path / "whole", whole)
-        crossed = [
-            ltx.checkpoint.load(tmp_path / "shards", train.gather(plain_start(train))).state,
-            ltx.checkpoint.load(tmp_path / "whole", plain_start(train)).state,
-        ]
-        return whole, state, crossed
-
-    for whole, state, (from_shards, from_whole) in ranks(3).run(on_a_rank):
-        assert_same(from_shards, whole)
-        assert_same(from_whole, state)
+@on_ranks(3)
+def test_a_gathered_state_and_shards_are_the_same_checkpoint(tmp_path: Path) -> None:
+    train = plain_train(ltx.ZeroStrategy())
+    state = steps(train, plain_start(train), range(3))
+    whole = train.gather(state)
+    ltx.checkpoint.save(tmp_path / "shards", state)
+    ltx.checkpoint.save(tmp_path / "whole", whole)
+    assert_same(ltx.checkpoint.load(tmp_path / "shards", train.gather(plain_start(train))).state, whole)
+    assert_same(ltx.checkpoint.load(tmp_path / "whole", plain_start(train)).state, state)
 
 
 def test_what_is_each_ranks_own_needs_as_many_ranks(ranks: Ranks, tmp_path: Path) -> None:

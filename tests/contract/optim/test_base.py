@@ -19,7 +19,7 @@ from ltx.optim import Optimizer, apply_updates, chain, clip_by_global_norm, from
 from tests.contract.optim.cases import FUSED_CASES, Case, same_bits
 from tests.contract.optim.test_opaque import Lion
 from tests.kinds import Ranks
-from tests.train_on import refuses, trained
+from tests.train_on import on_ranks, refuses, trained
 
 
 class Trace(NamedTuple):
@@ -76,16 +76,13 @@ STRATEGIES = {
 @pytest.mark.parametrize(
     "optimizer", [PULLED, BY_THE_LAST, ltx.optim.chain(ltx.optim.clip_by_global_norm(9.0), PULLED)]
 )
-def test_a_state_that_is_the_parameters(optimizer: Optimizer, name: str, ranks: Ranks) -> None:
+@on_ranks(2)
+def test_a_state_that_is_the_parameters(optimizer: Optimizer, name: str) -> None:
     """A step with donate=True writes to them, and the state keeps what they were, as without."""
-
-    def run() -> list[Tensor]:
-        step = ltx.data_parallel(lambda p: (1.0 + ltx.axis_index()) * (p["w"] ** 2).sum(), STRATEGIES[name])
-        start = {"w": torch.tensor([1.0, -2.0])}
-        return [trained(step, optimizer, start, [()] * 5, donate=donate).params["w"] for donate in (True, False)]
-
-    for donated, kept in ranks(2).run(run):
-        assert donated.equal(kept)
+    step = ltx.data_parallel(lambda p: (1.0 + ltx.axis_index()) * (p["w"] ** 2).sum(), STRATEGIES[name])
+    start = {"w": torch.tensor([1.0, -2.0])}
+    donated, kept = (trained(step, optimizer, start, [()] * 5, donate=donate).params["w"] for donate in (True, False))
+    assert donated.equal(kept)
 
 
 def test_a_state_of_numbers_is_refused() -> None:

@@ -88,38 +88,28 @@ def test_second_derivatives_are_of_the_same_scale(op: str, times: float, ranks: 
 
 
 @pytest.mark.parametrize("op", ["average", "adasum"])
-def test_calls_in_between_send_nothing_and_leave_parameters_alone(op: str, ranks: Ranks) -> None:
-    x = torch.randn(5, 2, 3)
-
-    def run() -> list[tuple[bool, bool]]:
-        train = trainer(op=op, backward_passes_per_step=2)
-        state, seen = train.init(params_of()), []
-        for batch in x:
-            before = state.params["w"].clone()
-            with ltx.profile.record() as trace:
-                state, _ = train(state, batch[ltx.axis_index()])
-            seen.append((not trace.events, torch.equal(before, state.params["w"])))
-        return [*seen, (state.step == 5, state.opt_state.count == 2)]
-
-    waits, goes = (True, True), (False, False)
-    assert ranks(2).run(run).replicated() == [waits, goes, waits, goes, waits, (True, True)]
+@on_ranks(2)
+def test_calls_in_between_send_nothing_and_leave_parameters_alone(op: str) -> None:
+    train = trainer(op=op, backward_passes_per_step=2)
+    state = train.init(params_of())
+    for number, batch in enumerate(torch.randn(5, 3)):
+        before = state.params["w"].clone()
+        with ltx.profile.record() as trace:
+            state, _ = train(state, batch)
+        waits = number % 2 == 0
+        assert (not trace.events, torch.equal(before, state.params["w"])) == (waits, waits)
+    assert (state.step, state.opt_state.count) == (5, 2)
 
 
 @pytest.mark.parametrize("op", ["average", "adasum"])
-def test_a_skipped_update_keeps_the_passes_before_it(op: Any, ranks: Ranks) -> None:
+@on_ranks(2, alone=True)
+def test_a_skipped_update_keeps_the_passes_before_it(op: Any) -> None:
     """They are added to those after it."""
     step = ltx.data_parallel(lambda w, x: w * x, ltx.HorovodStrategy(op=op, backward_passes_per_step=2))
-    train = ltx.train_step(step, SGD, guard="skip")
-
-    def f(xs: Tensor) -> tuple[Tensor, list[bool]]:
-        found = go_on(train, train.init(torch.tensor(0.0)), xs)
-        return found.params, found.skipped
-
-    xs = torch.tensor([1.0, torch.nan, 2.0, 3.0])
-    expected = train.optimizer.apply(torch.tensor(6.0), train.optimizer.init(xs[0]), torch.tensor(0.0))[0]
-    for params, skipped in (f(xs), ranks(2).run(f, xs).replicated()):
-        assert skipped == [False, True, False, False]
-        torch.testing.assert_close(params, expected)
+    found = trained(step, SGD, torch.tensor(0.0), torch.tensor([1.0, torch.nan, 2.0, 3.0]), guard="skip")
+    assert found.skipped == [False, True, False, False]
+    expected, _ = SGD.apply(torch.tensor(6.0), SGD.init(torch.tensor(0.0)), torch.tensor(0.0))
+    torch.testing.assert_close(found.params, expected)
 
 
 @pytest.mark.parametrize("fields", [{"op": "adasum"}, {"backward_passes_per_step": 2}])
@@ -172,8 +162,9 @@ def test_what_compiled_graphs_cant_hold(fields: dict[str, Any], text: str) -> No
     refuses(Exception, text, torch.compile(train, backend="eager", fullgraph=True), state, torch.ones(3))
 
 
-def test_adasum_pairs_ranks(ranks: Ranks) -> None:
-    assert ranks(3).run(lambda: said(StrategyError, trainer(op="adasum").init, params_of())).replicated() == (
+@on_ranks(3)
+def test_adasum_pairs_ranks() -> None:
+    assert said(StrategyError, trainer(op="adasum").init, params_of()) == (
         'HorovodStrategy(op="adasum") pairs ranks with ranks, and works on 1, 2, 4, 8, ... of them; '
         "axis 'data' has 3."
     )
@@ -216,21 +207,15 @@ def sparse(rank: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("op", "divisor"), [("average", 2), ("sum", 1)])
-def test_sparse_gradients(op: str, divisor: int, ranks: Ranks) -> None:
-    strategy = ltx.HorovodStrategy(op=op, compression="fp16")
-
-    def run() -> Any:
-        rank = int(ltx.axis_index())
-        grads, _ = ltx.sync_gradients({"dense": torch.ones(2), "table": sparse(rank)}, strategy)
-        only, _ = ltx.sync_gradients([sparse(rank)], strategy)
-        return grads["table"].layout, grads["table"].to_dense(), grads["dense"], only[0].to_dense()
-
-    whole = (sparse(0).to_dense() + sparse(1).to_dense()) / divisor
-    for layout, table, dense, only in ranks(2).run(run):
-        assert layout is torch.sparse_coo
-        torch.testing.assert_close(table, whole)
-        torch.testing.assert_close(only, whole)
-        torch.testing.assert_close(dense, torch.ones(2) * 2 / divisor)
+@on_ranks(2)
+def test_sparse_gradients(op: str, divisor: int) -> None:
+    strategy, own = ltx.HorovodStrategy(op=op, compression="fp16"), sparse(int(ltx.axis_index()))
+    grads, _ = ltx.sync_gradients({"dense": torch.ones(2), "table": own}, strategy)
+    only, _ = ltx.sync_gradients([own], strategy)
+    assert grads["table"].layout is torch.sparse_coo
+    for found in (grads["table"], only[0]):
+        torch.testing.assert_close(found.to_dense(), (sparse(0).to_dense() + sparse(1).to_dense()) / divisor)
+    torch.testing.assert_close(grads["dense"], torch.ones(2) * 2 / divisor)
 
 
 def test_sparse_gradients_that_cant_be_reduced() -> None:
