@@ -91,20 +91,10 @@ __all__ = [
 ]
 
 
-#: Names of before, by the module that has them now.
-_MOVED = {
-    "buffers": "CHUNK chunks is_plain pack prefers_few_calls unpack",
-    "collectives": "told wide",
-    "comm": "as_bytes view_as",
-    "optimizers": "advanced times_lr",
-}
-
-
 def __getattr__(name: str) -> Any:
-    for module, names in _MOVED.items():
-        if name in names.split():  # of an AttributeError, `from ltx.extend import name` shows nothing
-            raise ImportError(f"ltx.extend.{name} is ltx.extend.{module}.{name} now.")
-    raise arguments.lacks(f"module {__name__!r}", name)
+    lack = arguments.lacks(f"module {__name__!r}", name)
+    # It is another module's now: of an AttributeError, `from ltx.extend import name` would show nothing.
+    raise ImportError(str(lack)) if {"extend", "combine"} & {*str(lack).split(".")} else lack
 
 
 def __dir__() -> list[str]:

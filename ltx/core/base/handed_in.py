@@ -13,7 +13,7 @@ class HandedIn:
     strategy: Any = None  # of steps that are given none; made once: Dynamo can't make it while it traces
     meeting: Any = None  # how the ranks of a world that is made meet: ltx.peers.meeting.meet
     pickling: Any = None  # ltx.peers.pickling: objects as bytes for peers, signed
-    exchange: Any = None  # (store, rank, size, timeout_s, who is lost) -> an ltx.core.comm.peers.Exchange
+    exchange: Any = None  # ltx.peers.store_exchange.StoreExchange: how ranks tell each other values
     peers: Any = None  # (communicator, axis' name, heartbeat_s) -> who knows them, an ltx.core.comm.peers.Peers
     #: (rank, exchange) -> an ltx.core.comm.transport.Transport, which is among `open_transports` there until it is
     #: closed; None if the ranks share nothing.

@@ -23,8 +23,10 @@ parameters named_parameters: state.params, of an ltx.TrainState; zero_grad: noth
 step apply_gradients: state, metrics = train(state, batch), with train = ltx.train_step(step, optimizer);
 item backward: metrics.loss.item() after a step, which returns its loss and is differentiated by ltx;
 clip_grad_norm_: ltx.optim.clip_by_global_norm, in ltx.optim.chain; lr_scheduler: ltx.optim.from_scheduler;
-ClipByGlobalNorm: ltx.optim.clipping.ClipByGlobalNorm; Halving: ltx.hooks.adasum.Halving;
-LeafPart LeafTransform members_of with_members: ltx.optim.combine.{name}; chain identity: ltx.optim.{name}
+ClipByGlobalNorm: ltx.optim.clipping.{name}; Halving: ltx.hooks.adasum.{name}; chain identity: ltx.optim.{name};
+LeafPart LeafTransform members_of with_members: ltx.optim.combine.{name}; told wide: ltx.extend.collectives.{name};
+CHUNK chunks is_plain pack prefers_few_calls unpack: ltx.extend.buffers.{name};
+as_bytes view_as: ltx.extend.comm.{name}; advanced times_lr: ltx.extend.optimizers.{name}
 """
 #: {names: what to write}
 WRITE = dict(entry.split(": ", 1) for entry in _NAMES.strip().replace("\n", " ").split("; "))

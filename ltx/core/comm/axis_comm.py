@@ -64,8 +64,7 @@ class AxisComm(Ranks):
         self.issued_in_graphs = 0  # the number of the user's collectives that may be part of a backward pass
         self.under_way = ""  # the name, for errors, of the work on the bucket channels
         self._streams: dict[torch.device, CommStream] = {}
-        #: This axis' only communicator for tensors on the device.
-        self._stream_group: StreamGroup | None = None
+        self._stream_group: StreamGroup | None = None  # this axis' only communicator for tensors on the device
         if self._backends.stream is not None:
             on_device = f"{self._backends.device_type}:{self._backends.stream}"
             stream = self._open_group(on_device, "stream", f"ltx:{self.name}", device=self.device)
@@ -246,10 +245,9 @@ class AxisComm(Ranks):
 
     def _refuse_gone(self) -> None:
         if gone := self.peers.gone("left"):
-            who = ", ".join(map(str, gone))
             raise PeerLostError(
-                f"rank {self.rank}: rank {who} was lost while the ranks connected on axis {self.name!r}: its process "
-                "is gone, or shows no sign of life."
+                f"rank {self.rank}: rank {', '.join(map(str, gone))} was lost while the ranks connected on axis "
+                f"{self.name!r}: its process is gone, or shows no sign of life."
             )
 
 

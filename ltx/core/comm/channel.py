@@ -28,14 +28,7 @@ from ltx.core.comm.backends import HostCopy, StreamGroup, is_of_network, is_out_
 from ltx.core.comm.operations import OPERATIONS, SUMMED, Arguments, as_bytes, as_it_is, bytes_sent, from_bytes
 from ltx.core.comm.peers import PATIENCE_S, Peers
 from ltx.core.comm.signature import RAISED, Agreement
-from ltx.core.comm.transport import (
-    Transport,
-    TransportWork,
-    any_transport_busy,
-    poll_until,
-    progress_everywhere,
-    wait_for,
-)
+from ltx.core.comm.transport import Transport, TransportWork, any_busy, poll_until, progress_everywhere, wait_for
 
 #: How to find the call in which ranks differ.
 WHICH_CALL = "Wrap the program in ltx.debug_checks() to see which call differs."
@@ -148,13 +141,13 @@ class Work:
         while True:
             try:
                 # Peers may wait for this rank's progress in shared memory while it waits here.
-                work.wait(_SHORT_TICK if any_transport_busy() else TICK)
+                work.wait(_SHORT_TICK if any_busy() else TICK)
                 return
             except RuntimeError:
                 if work.is_completed():  # the work failed, or completed just after the tick
                     self._ask(work.wait)
                     return
-            if progress_everywhere() or any_transport_busy():
+            if progress_everywhere() or any_busy():
                 ticks += 1
                 if ticks % 100:
                     continue

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
-from threading import Thread
 from typing import Any, ClassVar, Protocol
 from weakref import WeakValueDictionary
 
@@ -63,25 +62,13 @@ class OwnPart:
 own_parts: WeakValueDictionary[str, OwnPart] = WeakValueDictionary()
 
 
-class Exchange(Protocol):
-    """How ranks tell each other JSON values beside their collectives, at places that all of them name alike."""
-
-    begun: int  # how many places :meth:`new_place` has named
-
-    def new_place(self) -> str: ...  # the same on all ranks that have called this equally often
-    def announce(self, place: str, value: Any) -> None: ...  # without waiting
-    #: Every rank's value, once all have announced one; PeerLostError and CollectiveTimeoutError name `what` waits.
-    def exchange(self, place: str, value: Any, what: str, timeout_s: float | None = None) -> list[Any]: ...
-    def absent(self, place: str) -> list[int]: ...  # who hasn't announced anything there
-    def forget(self, place: str, ranks: Iterable[int] | None = None) -> None: ...
-    def hold(self, thread: Thread) -> None: ...  # which uses it: :meth:`finish` waits for its end
-    def finish(self) -> None: ...
-
-
 class Peers:
     """The other ranks of an axis, of which nothing is known but that they are there."""
 
     replayed: ClassVar[bool] = False  # they aren't there, and what they once sent is recorded
+    habit: ClassVar[Any] = type(
+        None
+    )  # makes what tells which known calls on a channel ranks compare again, if any does
     at: str = ""  # the place at which this rank has told that it waits: :meth:`begin` ends that
     waits: Any = ()  # of this rank's threads, those that it has told of: :meth:`done` ends the thread's
 
@@ -100,9 +87,7 @@ class Peers:
         self.label = f"{of_ranks}/{whole.add(count, 1)}"
         self._uncount = partial(whole.add, count, -1)
         part, limit_s = asked(c10d.PrefixStore(f"{self.label}/", store)), axis.timeout.total_seconds()
-        self.store_exchange: Exchange = HandedIn.exchange(
-            part, axis.rank, axis.size, limit_s, partial(self.gone, "left")
-        )
+        self.store_exchange: Any = HandedIn.exchange(part, axis.rank, axis.size, limit_s, partial(self.gone, "left"))
 
     def meet(self) -> None:
         """Wait until all ranks have come to open the axis."""
@@ -119,10 +104,6 @@ class Peers:
     def begin(self) -> None:
         """This rank begins something new."""
 
-    def habit(self) -> Any:
-        """What tells which known calls of a channel ranks compare again, an ltx.peers.habit.Habit; None: none."""
-        return None
-
     def compare(self, channel: Any, signature: Signature, offer: Any) -> Any:
         """Raise on every rank unless all are about to issue `signature` on `channel`; rank 0's `offer`."""
         channel.compared += 1
@@ -133,10 +114,11 @@ class Peers:
     ) -> list[Any]:
         """Every rank's `value`, which is JSON; raise on every rank unless all call the same. `wait`: for theirs."""
         place = place or self.store_exchange.new_place()
-        if wait:
-            return self.store_exchange.exchange(place, value, signature.operation)
-        self.store_exchange.announce(place, value)
-        return []
+        if not wait:
+            self.store_exchange.announce(place, value)
+            return []
+        values: list[Any] = self.store_exchange.exchange(place, value, signature.operation)
+        return values
 
     def waiting(self, channel: Any, number: int, what: str, waited_s: float, now: bool = False) -> None:
         """Called now and then in a wait: raise if issue `number` of `channel` won't come. `now`: read the store."""

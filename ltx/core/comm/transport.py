@@ -66,7 +66,7 @@ def progress_everywhere() -> bool:
     return sum([transport.progress() for transport in tuple(open_transports) if transport.busy]) > 0
 
 
-def any_transport_busy() -> bool:
+def any_busy() -> bool:
     """Whether something is pending in any transport of this process."""
     return bool(open_transports) and any(transport.busy for transport in tuple(open_transports))
 
