@@ -1,7 +1,8 @@
 """``python -m tests.replicas folder name steps [kill]``: a rank of a replica of the example, which notes its steps.
 
-Rank 0 is killed in its first attempt, when it has taken that many batches. Two steps later the others wait until its
-replica is there again. ``LTX_TEST_PAUSE``: seconds before each step; ``LTX_TEST_REPLICAS``: how many begin together.
+Rank 0 is killed in its first attempt, when it has taken that many batches. Its replica comes back when another has
+gone on alone. Two steps later the others wait until it is there again. ``LTX_TEST_PAUSE``: seconds before each step;
+``LTX_TEST_REPLICAS``: how many begin together.
 """
 
 from __future__ import annotations
@@ -108,10 +109,13 @@ def main(folder: str, name: str, steps: str, kill: str = "0") -> None:
     taken, latest = 0, list[int]()
     take, start = module.batch, module.Manager.start_quorum
 
-    def wait_for(pattern: str, count: int) -> None:
+    def wait_until(ready: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 60
-        while len(list(Path(folder).glob(pattern))) < count and time.monotonic() < deadline:
+        while not ready() and time.monotonic() < deadline:
             time.sleep(0.02)
+
+    def wait_for(pattern: str, count: int) -> None:
+        wait_until(lambda: len(list(Path(folder).glob(pattern))) >= count)
 
     def started(manager: Any, *args: Any, **kwargs: Any) -> None:
         (Path(folder) / f"up {name} {attempt} {rank}").touch()
@@ -144,6 +148,8 @@ def main(folder: str, name: str, steps: str, kill: str = "0") -> None:
         }
         log.write(json.dumps(entry) + "\n")
 
+    if attempt > 0 and (Path(folder) / "killed").exists():  # torchft misses it only after seconds
+        wait_until(lambda: any(entry.get("replicas") == 1 and entry["committed"] for entry in steps_of(Path(folder))))
     module.batch, module.Manager.start_quorum = batch, started
     state = module.main(Until(folder) if steps == "?" else int(steps), on_step=on_step)
     torch.save(state.params, Path(folder) / f"end.{name}.{rank}.pt")
