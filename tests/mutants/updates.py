@@ -130,7 +130,7 @@ MUTANTS = (
     Mutant(
         "optim: a schedule is asked for the next step -> the learning rate is a step ahead",
         At("ClassOptimizer._values", "else scheduled(name, own, count)", "else scheduled(name, own, count + 1)"),
-        "tests/contract/optim/test_from_torch.py",
+        "tests/contract/optim/test_hyperparameters.py",
     ),
     Mutant(
         "optim: the first gradient is dampened too -> SGD with dampening isn't torch's",
