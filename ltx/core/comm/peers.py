@@ -66,9 +66,7 @@ class Peers:
     """The other ranks of an axis, of which nothing is known but that they are there."""
 
     replayed: ClassVar[bool] = False  # they aren't there, and what they once sent is recorded
-    habit: ClassVar[Any] = type(
-        None
-    )  # makes what tells which known calls on a channel ranks compare again, if any does
+    habit: ClassVar[Any] = type(None)  # makes what tells which known calls of a channel ranks compare again
     at: str = ""  # the place at which this rank has told that it waits: :meth:`begin` ends that
     waits: Any = ()  # of this rank's threads, those that it has told of: :meth:`done` ends the thread's
 

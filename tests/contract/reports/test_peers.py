@@ -163,7 +163,9 @@ def test_asynchronous_averaging_tells_of_a_lost_peer_between_rounds(started: Sta
         return raised_by(steps)
 
     said = started(2, body, heartbeat_s=HEARTBEAT_S).told(0)
-    assert said.startswith("PeerLostError: rank 0: on axis 'data', the process of rank 1 is gone"), said
+    assert said.startswith("PeerLostError: rank 0: "), said
+    # On a busy machine the first round may still be under way.
+    assert "the process of rank 1 is gone" in said or "background 0 on axis 'data'" in said, said
 
 
 # Pools: an interrupt that each rank answers is over at once, and modules that can't be read again by their name.
