@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from operator import attrgetter
 from traceback import walk_stack
 from types import CellType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -406,7 +406,9 @@ class Members:
     def _check_attribute(self, name: str) -> None:
         """Raise unless `name` is an attribute of the module, a tensor, whose replacement would get a gradient."""
         *steps, last = name.split(".")
-        part: Any = functools.reduce(lambda part, step: getattr(part, step, None), steps, cast(Any, self.module))
+        part: Any = self.module
+        for step in steps:
+            part = getattr(part, step, None)
         if last in getattr(part, "parametrizations", ()):
             raise InputError(
                 f"{self.what}: {name!r} of {type(self.module).__name__} is parametrized, and what is given for it "
