@@ -145,7 +145,11 @@ MUTANTS = (
     ),
     Mutant(
         "comm: memory that is in use is used again -> gradients that somebody holds change at the next step",
-        At("BufferPool.take", "(storage._cdata) == 2 and sys.getrefcount(storage) == _UNUSED", "(storage._cdata) >= 1"),
+        At(
+            "BufferPool.take",
+            "(storage._cdata) == _USES and sys.getrefcount(storage) == _UNUSED",
+            "(storage._cdata) >= 1",
+        ),
         "tests/internal/comm/test_buffer_pool.py",
     ),
     Mutant(

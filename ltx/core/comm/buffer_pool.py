@@ -20,14 +20,14 @@ from ltx.core.comm.transport import Transport
 _KEPT = 2
 
 
-def _references_without_users() -> int:
-    """Of a storage in a list during a loop over it, counted in place: those of a call depend on Dynamo."""
+def _without_users() -> tuple[int, int]:
+    """Of a tensor's storage, in a loop over a list: uses, and references, which in a call would depend on Dynamo."""
     for storage, _ in [((whole := torch.empty(1, device="cpu")).untyped_storage(), whole)]:
-        found = sys.getrefcount(storage)
+        found = storage_uses(storage._cdata) if storage_uses else 0, sys.getrefcount(storage)
     return found
 
 
-_UNUSED = _references_without_users()
+_USES, _UNUSED = _without_users()
 
 
 class BufferPool:
@@ -57,7 +57,7 @@ class BufferPool:
             if whole.shape != shape or whole.dtype != dtype or storage.nbytes() != nbytes:
                 continue
             # `storage_uses` counts tensors (`whole`) and arrays; `getrefcount` counts references to the storage object.
-            if storage_uses(storage._cdata) == 2 and sys.getrefcount(storage) == _UNUSED:
+            if storage_uses(storage._cdata) == _USES and sys.getrefcount(storage) == _UNUSED:
                 return whole.detach()  # faster than a new tensor on the storage
         new = self._transport.room(nbytes) if summed and self._transport is not None else None
         storage = new or torch.empty(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
