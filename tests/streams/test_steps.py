@@ -197,12 +197,24 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+def scaled(step: Any) -> Any:
+    """In half precision, with a loss scale, which is a guard too."""
+    scale = ltx.DynamicLossScale(init=2.0**14)
+    return ltx.mixed_precision(step, ltx.Precision(compute=torch.bfloat16, loss_scale=scale))
+
+
+GUARDED: dict[str, dict[str, Any]] = {
+    **{name: {"optimizer": each, "loss": summed, "guard": "skip"} for name, each in OPTIMIZERS.items()},
+    "loss scale": {"wrap": scaled, "guard": "off"},
+}
+
+
+@pytest.mark.parametrize("name", GUARDED)
 def test_weights_and_a_guard(name: str, ranks: Ranks) -> None:
     """What is left out on all ranks alike, and unequal weights, are as over gloo. Nothing is read for it, or copied."""
 
     def run() -> Any:
-        train, state, rank = prepared(None, OPTIMIZERS[name], summed, guard="skip")
+        train, state, rank = prepared(**GUARDED[name])
         skipped, read = [], []
         places = [{x.data_ptr() for x in state.params.values()}]
         for step, given in enumerate(spoilt(rank, 4, range(2, 3), 8 + 8 * rank)):
@@ -284,25 +296,6 @@ def test_weights_that_add_up_to_nothing(name: str, overlap: Any, ranks: Ranks) -
     kinds = {told.partition(":")[0] for _, told in found}
     assert "WeightError" in kinds
     assert kinds <= {"WeightError", "DeadlockDetectedError"}
-
-
-def test_a_guarded_step_reads_nothing(ranks: Ranks) -> None:
-    def run() -> tuple[list[str], Any, list[bool]]:
-        precision = ltx.Precision(compute=torch.bfloat16, loss_scale=ltx.DynamicLossScale(init=2.0**14))
-        train, state, rank = prepared(wrap=lambda step: ltx.mixed_precision(step, precision), guard="off")
-        read, skipped = [], []
-        for number, given in enumerate(spoilt(rank, 4, range(2, 3))):
-            log().clear()
-            state, metrics = train(state, *given)
-            if number > 1:
-                read += of_this_step(log().reads)
-            skipped.append(metrics.skipped)
-        return read, copies(state.params), [bool(x) for x in skipped]
-
-    (_, expected, _), _ = ranks(2).run(run)
-    for read, params, skipped in StreamedPool(ranks(2)).run(run):
-        assert (read, skipped) == ([], [False, False, True, False])
-        torch.testing.assert_close(params, expected)
 
 
 def test_a_limit_on_skipped_steps_reads_now_and_then(ranks: Ranks) -> None:
