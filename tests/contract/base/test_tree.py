@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ltx
 from ltx import tree
-from ltx.errors import LtxError, TreeError
+from ltx.errors import TreeError
 from tests.covering import some
 from tests.kinds import Ranks
 
@@ -72,12 +72,6 @@ def test_insertion_order_of_a_module() -> None:
         assert [paths[i] for i in tree.insertion_order(params)] == ["0.weight", "0.bias", "2.weight", "2.bias"]
 
 
-def test_flatten_does_not_depend_on_the_order_of_insertion(seed: int) -> None:
-    """Ranks whose dicts were built in different orders pair the same leaves."""
-    shuffled = dict(random.sample(sorted({key: i for i, key in enumerate(KEYS)}.items()), len(KEYS)))
-    assert tree.flatten(shuffled) == tree.flatten({key: i for i, key in enumerate(KEYS)})
-
-
 def test_random_trees_there_and_back(seed: int) -> None:
     for _ in range(100):
         made = _random_tree(4, [])
@@ -91,26 +85,6 @@ def test_leaf_paths() -> None:
     assert tree.leaf_paths(made) == ["a.b", "head", "layers.0.b", "layers.0.w", "layers.1.0"]
     assert tree.leaf_paths(torch.ones(1)) == ["<the tree itself>"]
     assert tree.leaf_paths({}) == []
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (3, "the value itself is of type int."),
-        ({"a": torch.ones(1), "b": [torch.ones(1), "x"]}, "leaf 'b.1' is of type str."),
-        ([1.5], "leaf '0' is of type float."),
-        (torch.nn.Linear(1, 1), "type Linear. Pass dict(module.named_parameters()) and call it with"),
-        (torch.nn.Linear(1, 1).parameters(), "type generator. A generator is used up by its first reader"),
-    ],
-    ids=lambda x: type(x).__name__,
-)
-def test_what_is_no_tree_of_tensors(value: Any, text: str) -> None:
-    with pytest.raises(TreeError) as caught:
-        tree.check_tensors(value, "params")
-    assert str(caught.value).startswith("params must be a tree of tensors, but ")
-    assert text in str(caught.value)
-    assert isinstance(caught.value, LtxError)
-    assert isinstance(caught.value, TypeError)
 
 
 @pytest.mark.parametrize("value", [{}, None, [torch.ones(1), None], {"a": (torch.ones(1),)}])
@@ -472,6 +446,7 @@ def test_what_hides_tensors_is_refused_by_name(kind: str) -> None:
     for name, call in calls.items():
         with pytest.raises(TreeError, match=fix) as caught:
             call({"a": make(x)})
+        assert isinstance(caught.value, TypeError)
         assert name in str(caught.value)
         assert "a' is of type " in str(caught.value)
 
