@@ -366,13 +366,6 @@ def test_exchanges_and_collectives_of_ones_own(ranks: Ranks) -> None:
     assert "bucket" not in found
 
 
-def test_simulated_exchanges() -> None:
-    train = summing(ltx.LocalSGDStrategy(1))
-    with ltx.profile.record() as trace:
-        ltx.vmap(train, in_dims=(None, 0))(train.init(PARAMS), torch.ones(4))
-    assert rows(trace) == {"exchange": ["1", "960 B", "AllReduce()", "1 psum", "6", "1,440 B"]}
-
-
 def test_nothing() -> None:
     train = summing(ltx.DDPStrategy())
     with ltx.profile.record() as trace:
