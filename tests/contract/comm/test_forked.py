@@ -45,14 +45,16 @@ class Samples:
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_a_loaders_worker_returns_objects_of_the_programs_classes(start: str, ranks: Ranks) -> None:
+    """And goes on to do so beside the rank's collectives."""
+
     def on_each() -> Any:
         loader = DataLoader(
             Shifted(), 2, num_workers=1, collate_fn=lambda xs: Samples(torch.stack(xs)), multiprocessing_context=start
         )
-        return [(type(batch) is Samples, batch.x.tolist()) for batch in loader]
+        return [(type(batch) is Samples, batch.x.tolist(), ltx.psum(batch.x).tolist()) for batch in loader]
 
     for rank, got in enumerate(ranks(2).run(on_each)):
-        assert got == [(True, [10 * rank + i, 10 * rank + i + 1]) for i in (0, 2)]
+        assert got == [(True, [10 * rank + i, 10 * rank + i + 1], [10 + 2 * i, 12 + 2 * i]) for i in (0, 2)]
 
 
 def test_a_fork_is_refused_by_name(ranks: Ranks, tmp_path: Path) -> None:
@@ -88,14 +90,6 @@ def test_a_fork_is_refused_by_name(ranks: Ranks, tmp_path: Path) -> None:
         assert (before, code, after, steps) == (2.0, 0, 2.0, 2)
         assert len(told) == 7
         assert all(f"rank {rank}: this process (" in text and "is a fork of the rank's own (" in text for text in told)
-
-
-def test_workers_of_a_data_loader_go_on_working(ranks: Ranks) -> None:
-    def on_each() -> Any:
-        loader = torch.utils.data.DataLoader(Shifted(), batch_size=2, num_workers=1, multiprocessing_context="fork")
-        return [ltx.psum(batch).tolist() for batch in loader]
-
-    assert ranks(2).run(on_each).replicated() == [[10, 12], [14, 16]]
 
 
 @pytest.mark.parametrize("sockets", [False, True])
