@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 import runpy
-import subprocess
-import sys
 import tomllib
 import types
 from importlib import import_module
@@ -16,11 +14,10 @@ import pytest
 
 import ltx
 from tests.needs import needs
+from tests.programs import ROOT, printed
 from tests.test_import import PUBLIC
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-FLAGS = re.MULTILINE | re.DOTALL
 BLOCK = re.compile(
     r"^```\{eval-rst\}\n\.\. currentmodule:: (\S+)\n+\.\. autosummary::\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
@@ -123,9 +120,7 @@ def test_every_error_has_a_cause_and_a_cure() -> None:
 def test_it_builds_without_a_warning(tmp_path: Path) -> None:
     """With the outputs that the notebooks carry; test_notebooks.py executes them."""
     options = ["-W", "--keep-going", "-q", "-D", "nb_execution_mode=off", "-d", str(tmp_path / "doctrees")]
-    command = [sys.executable, "-m", "sphinx", *options, "-b", "html", str(DOCS), str(tmp_path / "html")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=290)
-    assert done.returncode == 0, done.stderr[-3000:]
+    printed("-m", "sphinx", *options, "-b", "html", str(DOCS), str(tmp_path / "html"), timeout_s=290)
     assert (tmp_path / "html" / "search.html").exists()
     assert (tmp_path / "html" / "tutorials" / "04_ranks_in_a_notebook.html").exists()
 

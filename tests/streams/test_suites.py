@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.programs import printed
 
 
 @pytest.mark.full
@@ -25,6 +22,6 @@ ROOT = Path(__file__).parents[2]
     ],
 )
 def test_conformance(tests: str, chosen: str, part: str) -> None:
-    command = [sys.executable, "-m", "pytest", "--streams", "--full", "--part", part, "-q", tests, "-k", chosen]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert re.search(r"^\d{2,} passed, \d+ deselected", done.stdout, re.MULTILINE), done.stdout[-4000:]
+    options = ("--streams", "--full", "--part", part, "-q", tests, "-k", chosen)
+    said = printed("-m", "pytest", *options, timeout_s=600)
+    assert re.search(r"^\d{2,} passed, \d+ deselected", said, re.MULTILINE), said[-4000:]
