@@ -41,7 +41,6 @@ class Ranks:
         held_by: where they meet is held by a process of its own, as a launcher does, or with ``"rank 0"`` by rank 0.
         sockets: they do without shared memory.
         timeout_s, heartbeat_s: as in :func:`ltx.init`; `heartbeat_s` is :data:`SILENT_S` where a rank falls silent.
-        by_arguments: ``ltx.init`` is told the rank by its arguments.
         environment: more variables of all of them.
         streams: they communicate by a backend that orders streams.
     """
@@ -54,7 +53,6 @@ class Ranks:
         sockets: bool = False,
         timeout_s: float = 60.0,
         heartbeat_s: float = 10.0,
-        by_arguments: bool = False,
         environment: dict[str, str] | None = None,
         streams: bool = False,
     ):
@@ -69,8 +67,6 @@ class Ranks:
         self._common |= environment or {}
         if streams:
             self._common["LTX_TEST_STREAMS"] = "1"
-        if by_arguments:
-            self._common["LTX_TEST_ARGUMENTS"] = "1"
         for rank in range(size):
             self._start(body, {"RANK": str(rank), "WORLD_SIZE": str(size)})
 
@@ -104,9 +100,6 @@ def _rank(body: Body, line: Connection, environment: dict[str, str], timeout_s: 
     torch.set_num_threads(1)
     forget()
     told: dict[str, Any] = {}
-    if os.environ.pop("LTX_TEST_ARGUMENTS", "0") == "1":
-        rank, size = os.environ.pop("RANK", "0"), os.environ.pop("WORLD_SIZE", "2")
-        told = {"rank": int(rank), "size": int(size), "master": f"127.0.0.1:{environment['MASTER_PORT']}"}
     host: AbstractContextManager[Any] = nullcontext()
     if os.environ.pop("LTX_TEST_STREAMS", "0") == "1":
         backend.register()
