@@ -14,6 +14,7 @@ import ltx
 from ltx.core.gradients.marker import can_raise_priority
 from tests.kinds import Ranks
 from tests.test_readme import DOCS, ROOT, blocks_of, run_in_order
+from tests.train_on import go_on
 
 PAGE = DOCS / "concepts" / "from-scratch.md"
 BLOCKS = blocks_of(PAGE)
@@ -57,10 +58,8 @@ def of_ltx() -> SimpleNamespace:
     train = ltx.train_step(step, optimizer)
 
     def trained(params: Any, x: Any, y: Any) -> Any:
-        state = train.init(params)
-        for _ in range(STEPS):
-            state, metrics = train(state, x, y)
-        return dict(state.params), metrics.loss
+        found = go_on(train, train.init(params), [(x, y)] * STEPS)
+        return dict(found.params), found.metrics[-1].loss
 
     collectives = {"psum": ltx.psum, "all_gather": ltx.all_gather, "psum_scatter": ltx.psum_scatter}
     return SimpleNamespace(step=step, trained=trained, **collectives)
