@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import starmap, takewhile
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -271,7 +272,7 @@ _SETTINGS = frozenset({"lr", "initial_lr", "foreach", "fused", "capturable", "di
 
 _GROUP = "the group's "
 _OF_RATE = (f"{_GROUP}lr", "self.defaults['lr']")
-_USUAL = {"state", "param_groups", "defaults", *vars(torch.optim.SGD([torch.zeros(1, device="cpu")]))}
+_usual = cache(lambda: vars(torch.optim.SGD([torch.zeros(1, device="cpu")])).keys())  # called late: it imports Dynamo
 _TRIALS = 12  # steps on one number, some more than Lookahead's usual period of 6
 _FEW = 64  # so many numbers of a tensor are looked at; of a larger one, whether it was written to
 _BY_NAME = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
@@ -279,7 +280,7 @@ _BY_NAME = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
 def _kept(instance: torch.optim.Optimizer, by_value: bool = False) -> dict[str, bytes]:
     """What an instance keeps outside of its state, by place: to tell what a step, or `by_value` another, changes."""
-    found = {f"self.{name}": x for name, x in vars(instance).items() if name not in _USUAL}
+    found = {f"self.{name}": x for name, x in vars(instance).items() if name not in _usual()}
     found |= {f"self.defaults[{key!r}]": x for key, x in instance.defaults.items()}
     for number, group in enumerate(instance.param_groups):
         where = _GROUP if number == 0 else f"group {number}'s "

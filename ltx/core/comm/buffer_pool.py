@@ -16,8 +16,7 @@ import torch
 from ltx.core.base.private import storage_uses
 from ltx.core.comm.transport import Transport
 
-#: Buffers kept for each bucket: one holds a step's gradients while the next step fills another.
-_KEPT = 2
+_KEPT = 2  # buffers of each bucket: one holds a step's gradients while the next step fills another
 
 
 def _without_users() -> tuple[int, int]:
