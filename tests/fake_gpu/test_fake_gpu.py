@@ -23,7 +23,7 @@ WAITS = {
     "core/ranks/batched.py: on_stack (a copy to or from the CPU)": LISTS,
     "core/ranks/batched.py: index (a copy to or from the CPU)": LISTS,
     "core/comm/backends.py: to_device (a copy to or from the CPU)": LISTS,
-    "core/collectives/reduce.py: _check (aten::_local_scalar_dense)": "weights that are wrong raise at once",
+    "core/collectives/reduce.py: weighted_mean (aten::_local_scalar_dense)": "weights that are wrong raise at once",
     "core/transforms/run.py: _weighted_mean (aten::_local_scalar_dense)": "weights that are wrong raise at once",
     "core/training/train_step.py: <lambda> (a copy to or from the CPU)": "the loss scale, once, in init",
     "core/optim/kernel.py: run (aten::_local_scalar_dense)": "torch's Adafactor and Rprop read their count of steps",
