@@ -116,7 +116,7 @@ MUTANTS = (
         "what it keeps there begins anew at each update",
         At(
             "_kept",
-            'found = {f"self.{name}": x for name, x in vars(instance).items() if name not in _USUAL}',
+            'found = {f"self.{name}": x for name, x in vars(instance).items() if name not in _usual()}',
             "found: dict[str, Any] = {}",
         ),
         "tests/contract/optim/test_opaque.py::test_what_a_step_changes_beside_its_state_is_found",
