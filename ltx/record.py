@@ -143,7 +143,7 @@ class _Recorder:
             of_axis = _new_axis(axis.compared.has_any, axis.peers.store_exchange.begun, axis.peers.world)
             self._record["axes"][_key(axis)] = of_axis
             self._axes.append((axis, of_axis))
-            self._tap(axis.peers, "exchange_values", partial(self._exchange, of_axis["values"]))
+            self._tap(axis.peers, "exchange", partial(self._exchange, of_axis["values"]))
             self._tap(axis.peers.store_exchange, "exchange", partial(self._exchange, of_axis["values"]))
         start = channel.issued, channel.begun, channel.compared, channel.digest
         kept = _new_channel(start, channel.transport is not None)
@@ -377,7 +377,7 @@ class _Alone(Peers):
         channel.compared += 1
         return self._replayed.agreed(self.axis, channel, signature, offer)  # type: ignore[arg-type]
 
-    def exchange_values(self, signature: Signature, value: Any, place: Any = None, wait: bool = True) -> list[Any]:
+    def exchange(self, signature: Signature, value: Any, place: Any = None, wait: bool = True) -> list[Any]:
         return self._replayed.exchanged(self.axis, signature, value) if wait else []  # type: ignore[arg-type]
 
 

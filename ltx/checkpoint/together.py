@@ -106,7 +106,7 @@ class Together:
     def _meet(self, post: list[Any]) -> list[list[Any]]:
         """Announce `post` at the next place; return every rank's post there."""
         if self._at == 0 and self.comm is not None:  # peers may be at another call
-            posts = self.comm.peers.exchange_values(self._signature, post, f"{self._places}/1")
+            posts = self.comm.peers.exchange(self._signature, post, f"{self._places}/1")
             self._at = 1
             return posts
         self.announce(self._at + 1, post)
@@ -122,7 +122,7 @@ class Together:
             with suppress(LtxError):  # peers will notice that this rank is unreachable
                 for at in places if not self._over else ():
                     if at == 1 and self.comm is not None:
-                        self.comm.peers.exchange_values(self._signature, post, f"{self._places}/1", wait=False)
+                        self.comm.peers.exchange(self._signature, post, f"{self._places}/1", wait=False)
                     else:
                         self._exchange.announce(f"{self._places}/{at}", post)
             raise

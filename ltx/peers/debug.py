@@ -82,11 +82,11 @@ class Checks:
         issued = {channel.name: channel.issued for channel in axis_comm.channels}
         post = Post(signature, value, caller(), issued, _peers_of(axis_comm).next_check)
         try:
-            posts: list[Post] = _peers_of(axis_comm).exchange(place, post)
+            posts: list[Post] = _peers_of(axis_comm).compare_at(place, post)
         except BaseException as error:
             if isinstance(error, CollectiveTimeoutError):
                 text = f"{error} This is {post.call}."
-                for rank in axis_comm.peers.store_exchange.absent(place):
+                for rank in _peers_of(axis_comm).store_exchange.absent(place):
                     last = _peers_of(axis_comm).peek(before, rank)
                     text += f" Rank {rank} was last at {last.call}." if last else f" Rank {rank} hasn't entered."
                 error.args = (text,)
@@ -95,7 +95,7 @@ class Checks:
                 with suppress(LtxError, dist.DistError):
                     _peers_of(axis_comm).withdraw(place, post, f"nothing: {brief(error, _SAID)}")
             raise
-        axis_comm.peers.store_exchange.forget(before, [axis_comm.rank])
+        _peers_of(axis_comm).store_exchange.forget(before, [axis_comm.rank])
         return posts
 
     def abort(self, error: BaseException) -> None:

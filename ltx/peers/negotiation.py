@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -35,6 +35,7 @@ from ltx.peers.posts import Post, explain_apart, explain_mismatch, list_calls
 from ltx.peers.store_exchange import EXCHANGES, StoreExchange
 from ltx.peers.watcher import hold_watcher
 
+_EXPLAINING_S = 10.0  # how long ranks whose digests differ wait for each other to say why
 _CALLS = 1 << 32  # calls are numbered through all sessions of debug_checks; each session gets a range of this size
 
 
@@ -102,21 +103,12 @@ class Negotiation(Peers):
             text = f"{what} ({os.path.basename(caller())})"
             self.deadlocks.check(f"{self.label}/{OPENED}", 1, self.global_ranks, lambda: text)
 
-    def end(self) -> None:
-        """Tell the peers that this rank has ended its part in order, or why it failed, before links close."""
-        if not self._gone:
-            self._ended = self.axis.passes.failed is None
-            self.watcher.tell(wait=True)
-
     def close(self) -> None:
         self.watcher.leave(self)
         self.deadlocks.counts.pop(self.label, None)
         self.watcher.release()
         self._store.close()
         del self._uncount  # which refers to the store
-
-    def refuse(self, why: str) -> None:
-        self.watcher.store_caller.refuse(why)
 
     # --- for the watcher
 
@@ -215,7 +207,11 @@ class Negotiation(Peers):
         said: dict[str, Callable[..., str]] = {"broken": self._missing, "late": self._late, "refused": self._left}
         return describe_lost(of[0], self._ended_peers(now=True)) if what == "lost" else said[what](*of)
 
-    def explain_apart(self, by_rank: Sequence[Said], late: bool) -> LtxError:
+    def explain_apart(self, place: str, said: Said, late: bool) -> LtxError:
+        by_rank: list[Said] = []
+        with suppress(LtxError):  # a peer is at another place, so it has issued other collectives
+            told = self._store.exchange(place or self._store.new_place(), said, "a comparison of steps", _EXPLAINING_S)
+            by_rank = [Said(*of_rank) for of_rank in told]
         return explain_apart(self.axis.name, by_rank, late)
 
     def _left(self) -> str:
@@ -251,15 +247,18 @@ class Negotiation(Peers):
     def processes(self) -> dict[int, list[str]]:
         return {rank: record.process for rank, record in self.watcher.records.items()}
 
-    def tell(self, wait: bool = False, heard: bool = False) -> None:
-        self.watcher.tell(wait)
+    def tell(self, wait: bool = False, heard: bool = False, ended: bool = False) -> None:
+        if ended and self._gone:
+            return
+        self._ended |= ended and self.axis.passes.failed is None
+        self.watcher.tell(wait or ended)  # before links close
         if heard:
             dead = {axis.global_ranks[peer] for axis in self.own.axes for peer in axis.peers.gone("dead")}
             self.watcher.wait_until_heard(dead)
 
     # --- what ranks are about to issue
 
-    def exchange(self, place: str, post: Post) -> list[Post]:
+    def compare_at(self, place: str, post: Post) -> list[Post]:
         """Every rank's post at `place`; all ranks raise RankMismatchError if posts differ or a peer waits elsewhere."""
         self.begin()
         self.announce(place, post)
@@ -284,15 +283,13 @@ class Negotiation(Peers):
             channel.check_in_step(signature.operation)
         place = f"{channel.name}/{channel.compared}/{channel.issued}"
         channel.compared += 1
-        return self.exchange(place, self._post(signature, offer))[0].value
+        return self.compare_at(place, self._post(signature, offer))[0].value
 
     def _post(self, signature: Signature, offer: Any = None) -> Post:
         """A post that says how many of the user's collectives this rank has issued."""
         return Post(signature, offer, issued={self.axis.user.name: self.axis.user.issued})
 
-    def exchange_values(
-        self, signature: Signature, value: Any, place: str | None = None, wait: bool = True
-    ) -> list[Any]:
+    def exchange(self, signature: Signature, value: Any, place: str | None = None, wait: bool = True) -> list[Any]:
         """No collective is issued; if a peer waits in one, both raise. `place`: of new_place(), or below; None: new."""
         if not wait:
             self.announce(place or self._store.new_place(), Post(signature, value))
@@ -300,7 +297,7 @@ class Negotiation(Peers):
         self.axis.check_usable()
         post = Post(signature, value, issued={channel.name: channel.issued for channel in self.axis.channels})
         self._posted.append(place or self._store.new_place())
-        posts = self.exchange(self._posted[-1], post)
+        posts = self.compare_at(self._posted[-1], post)
         # All ranks have come here, so no rank waits at, or reads, places before the last one: all have been there, or
         # have failed and gone on. A rank that failed at the last place may still seem to wait there, and this rank's
         # post says that it needs no answer.

@@ -446,6 +446,15 @@ class Deadlocks:
 _watchers: dict[int, tuple[Store, Watcher]] = {}  # the watchers by the store of their world's process group
 
 
+def _refuse_fork() -> None:
+    """Ask the store nothing in this process, a fork of the rank's own, whose messages would look like the rank's."""
+    for _, watcher in _watchers.values():
+        watcher.store_caller.refuse("this process is a fork of the rank's own")
+
+
+os.register_at_fork(after_in_child=_refuse_fork)
+
+
 def hold_watcher(store: Store, rank: int, heartbeat_s: float) -> Watcher:
     """The one watcher of this process in the world of `store`. Call :meth:`Watcher.release` when done."""
     if id(store) in _watchers:

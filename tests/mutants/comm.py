@@ -86,7 +86,7 @@ MUTANTS = (
     ),
     Mutant(
         "comm: signatures aren't compared -> ranks with different shapes read each other's memory",
-        At("Negotiation.exchange", "self._refuse(dict(enumerate(posts)))", ""),
+        At("Negotiation.compare_at", "self._refuse(dict(enumerate(posts)))", ""),
         "tests/contract/comm/test_axis_comm.py::test_new_signatures_that_differ",
     ),
     Mutant(
@@ -121,7 +121,7 @@ MUTANTS = (
     ),
     Mutant(
         "comm: who leaves a world after a failure doesn't wait until it is told -> peers say that its process is gone",
-        At("Negotiation.end", "self.watcher.tell(wait=True)", "self.watcher.tell(wait=self._ended)"),
+        At("Negotiation.tell", "self.watcher.tell(wait or ended)", "self.watcher.tell(wait or self._ended)"),
         "tests/internal/comm/test_passes.py::test_who_begins_a_new_world_at_once_has_told_why_it_left_the_old_one",
     ),
     Mutant(

@@ -147,7 +147,7 @@ class AxisComm(Ranks):
             self.background.drain(lambda own: exchange(place, own, "the end of an axis", DRAINING_S))
         for work in list(self.background.works):
             work.give_up()
-        self.peers.end()
+        self.peers.tell(ended=True)
 
     def _end_device(self) -> None:
         """Wait for the device's work, or give it up: a group whose kernels wait for a peer can't be destroyed."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, Protocol
@@ -49,6 +48,18 @@ class OfAxis(Protocol):
     unread: Any
 
 
+class Exchange(Protocol):
+    """How the ranks of an axis tell each other values, which are JSON, beside the network: each at a named place."""
+
+    begun: int  # the number of places that :meth:`new_place` has returned
+
+    def new_place(self) -> str: ...
+    def announce(self, place: str, value: Any) -> None: ...
+    def exchange(self, place: str, value: Any, what: str, timeout_s: float | None = None) -> list[Any]: ...
+    def hold(self, thread: Any) -> None: ...  # which uses it
+    def finish(self) -> None: ...  # wait for the end of these threads
+
+
 class OwnPart:
     """This process' part of a world."""
 
@@ -65,6 +76,7 @@ own_parts: WeakValueDictionary[str, OwnPart] = WeakValueDictionary()
 class Peers:
     """The other ranks of an axis, of which nothing is known but that they are there."""
 
+    store_exchange: Exchange
     replayed: ClassVar[bool] = False  # they aren't there, and what they once sent is recorded
     habit: ClassVar[Any] = type(None)  # makes what tells which known calls of a channel ranks compare again
     at: str = ""  # the place at which this rank has told that it waits: :meth:`begin` ends that
@@ -85,19 +97,13 @@ class Peers:
         self.label = f"{of_ranks}/{whole.add(count, 1)}"
         self._uncount = partial(whole.add, count, -1)
         part, limit_s = asked(c10d.PrefixStore(f"{self.label}/", store)), axis.timeout.total_seconds()
-        self.store_exchange: Any = HandedIn.exchange(part, axis.rank, axis.size, limit_s, partial(self.gone, "left"))
+        self.store_exchange = HandedIn.exchange(part, axis.rank, axis.size, limit_s, partial(self.gone, "left"))
 
     def meet(self) -> None:
         """Wait until all ranks have come to open the axis."""
 
-    def end(self) -> None:
-        """This rank has ended its part of the axis, before it waits for the device."""
-
     def close(self) -> None:
         """The axis is closed."""
-
-    def refuse(self, why: str) -> None:
-        """This process is a fork of the rank's own, whose messages would look like the rank's."""
 
     def begin(self) -> None:
         """This rank begins something new."""
@@ -107,16 +113,13 @@ class Peers:
         channel.compared += 1
         return self.store_exchange.exchange(f"{channel.name}/{channel.compared}", offer, signature.operation)[0]
 
-    def exchange_values(
-        self, signature: Signature, value: Any, place: str | None = None, wait: bool = True
-    ) -> list[Any]:
+    def exchange(self, signature: Signature, value: Any, place: str | None = None, wait: bool = True) -> list[Any]:
         """Every rank's `value`, which is JSON; raise on every rank unless all call the same. `wait`: for theirs."""
         place = place or self.store_exchange.new_place()
         if not wait:
             self.store_exchange.announce(place, value)
             return []
-        values: list[Any] = self.store_exchange.exchange(place, value, signature.operation)
-        return values
+        return self.store_exchange.exchange(place, value, signature.operation)
 
     def waiting(self, channel: Any, number: int, what: str, waited_s: float, now: bool = False) -> None:
         """Called now and then in a wait: raise if issue `number` of `channel` won't come. `now`: read the store."""
@@ -142,8 +145,10 @@ class Peers:
         broken = "a peer is gone, or the link to it is down"
         return {"broken": broken, "late": "a peer hasn't issued it", "refused": ""}[what]
 
-    def explain_apart(self, by_rank: Sequence[Any], late: bool) -> LtxError:
-        """The error where digests of a step differ, from the ranks' :class:`ltx.core.comm.step_summary.Said`."""
+    def explain_apart(self, place: str, said: Any, late: bool) -> LtxError:
+        """The error where digests of a step differ, of which this rank's :class:`ltx.core.comm.step_summary.Said` is
+        `said`. Peers are asked for theirs at `place`, a new one if it is "". `late`: the host has gone on meanwhile.
+        """
         return RankMismatchError(f"axis {self.axis.name!r}: ranks have issued different collectives.")
 
     def gone(self, how: str) -> list[int]:
@@ -159,7 +164,8 @@ class Peers:
         """The processes of the world's other ranks, as the kernel knows them, so far as they have said."""
         return {}
 
-    def tell(self, wait: bool = False, heard: bool = False) -> None:
+    def tell(self, wait: bool = False, heard: bool = False, ended: bool = False) -> None:
         """This rank has news of itself, such as an exception. `wait`: until peers can read it. `heard`: then wait
-        briefly until all that aren't dead have read it: the store may end with this process.
+        briefly until all that aren't dead have read it: the store may end with this process. `ended`: its part of the
+        axis, before it waits for the device.
         """

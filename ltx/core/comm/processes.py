@@ -111,7 +111,7 @@ class ProcessRanks(AxisComm):
     def exchange(self, signature: Signature, value: Any) -> list[Any]:
         if under_way:
             return [post.value for post in under_way[-1].exchange(self, signature, value)]
-        return self.peers.exchange_values(signature, value)
+        return self.peers.exchange(signature, value)
 
     def start_anew(self) -> None:
         # Complete what some ranks have begun in the background for states that were dropped.

@@ -193,7 +193,6 @@ def _refuse_fork() -> None:
         )
         for channel in axis_comm.channels:
             channel.failed = error
-        axis_comm.peers.refuse(str(error))
 
 
 os.register_at_fork(after_in_child=_refuse_fork)

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from ltx.core.base import private, traced
-from ltx.core.base.errors import LtxError, no_mean
+from ltx.core.base.errors import no_mean
 from ltx.core.base.private import unwrapped
 from ltx.core.comm import ledger
 from ltx.core.comm.axis_comm import AxisComm, compare_unusual
@@ -36,8 +35,6 @@ from ltx.core.comm.signature import Agreement, Signature
 _LIMB_BITS = 20
 _MASK = (1 << _LIMB_BITS) - 1
 _SPREAD = 0x9E3779B97F4A7C15  # an odd factor, so that different step numbers give different limbs
-#: How long ranks whose digests differ wait for each other to say why.
-_EXPLAINING_S = 10.0
 #: The advice in errors about gradients that weren't reduced.
 UNREDUCED = (
     "gradients of a function that isn't data parallel, or of a step under ltx.block_backward_sync, are each rank's "
@@ -77,17 +74,19 @@ class Said(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class IssuedSummary:
-    """A step summary that is pending; `compare` gives the parts of each rank's digest where digests differ. Without
-    `work` it hasn't gone out: a bucket may carry it (:meth:`carried_by`), else :meth:`wait` sends it; ranks launch the
-    same buckets, so all do the one or the other. On a stream-ordered backend the host doesn't wait: :meth:`enqueued`
-    gives sums that the device will compute, and the host calls :meth:`wait` when it needs them, or in the next pass.
+    """A step summary that is pending; where digests differ, ranks tell each other at `place` the parts of them, `said`.
+    Without `work` it hasn't gone out: a bucket may carry it (:meth:`carried_by`), else :meth:`wait` sends it; ranks
+    launch the same buckets, so all do the one or the other. On a stream-ordered backend the host doesn't wait:
+    :meth:`enqueued` gives sums that the device will compute; the host calls :meth:`wait` when it needs them, or in the
+    next pass.
     """
 
     work: Work | None
     channel: Channel
     stream: CommStream | None = None
     weighted: bool = False
-    compare: Callable[[], list[Any]] = list
+    place: str = ""
+    said: Said | None = None
     numbers: Sequence[float] = ()  # of this rank, if they haven't gone out
 
     def __post_init__(self) -> None:
@@ -140,10 +139,7 @@ class IssuedSummary:
                 self._event.completed_s = time.perf_counter()
             limbs = [*map(int, summed[2:])]
             if [*map(mul, limbs[::2], limbs[::2])] != [*map(mul, limbs[1::2], repeat(self.channel.size))]:
-                by_rank: list[Said] = []
-                with suppress(LtxError):  # a peer is at another place, so it has issued other collectives
-                    by_rank = [Said(*of_rank) for of_rank in self.compare()]
-                raise self.channel.peers.explain_apart(by_rank, late)
+                raise self.channel.peers.explain_apart(self.place, self.said, late)
             if late and self.weighted and not 0 < summed[1] < math.inf:
                 before = "Weighted: in the step before this one the weights of all ranks added up to 0"
                 raise no_mean(before, "The step before this one has changed nothing. ", odd=summed[1] != 0)
@@ -199,22 +195,21 @@ def begin_pass(
     issued = axis_comm.user.digest ^ (channel.digest << 1)
     said = Said(issued, among.passes.step, among.passes.counted, unreduced, isinstance(weight, torch.Tensor))
     weighted = said.weighted and among is axis_comm
-    place, exchange = f"apart/{channel.name}/{channel.begun}", among.peers.store_exchange.exchange
-    compare = lambda: exchange(place, said, "a comparison of steps", _EXPLAINING_S)  # noqa: E731
+    apart = f"apart/{channel.name}/{channel.begun}", said
     device = axis_comm.device
     # Reading an element is cheaper than writing one, but would block the host on stream-ordered backends.
     reads = not channel.orders_streams(device)
     mine = [total, weight] if reads else [0.0 if isinstance(x, torch.Tensor) else x for x in (total, weight)]
     numbers = numbers_of([*map(float, mine)], said.digest)
     if reads and channel.transport is not None:
-        return IssuedSummary(None, channel, None, weighted, compare, numbers)
+        return IssuedSummary(None, channel, None, weighted, *apart, numbers)
     sent = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     sent = sent if reads else to_device(sent, device)
     for index, x in () if reads else enumerate((total, weight)):
         if isinstance(x, torch.Tensor):
             sent[index] = x.detach()
     work = channel.issue("psum", sent, "summary", eager=True)
-    return IssuedSummary(work, channel, None if reads else axis_comm.stream_of(device), weighted, compare)
+    return IssuedSummary(work, channel, None if reads else axis_comm.stream_of(device), weighted, *apart)
 
 
 def numbers_of(sums: list[float], digest: int) -> list[float]:
@@ -245,13 +240,10 @@ def _count_step(total: torch.Tensor, squares: torch.Tensor, clock: torch.Tensor,
     limbs = [x.flatten()[:1] for x in (total, squares)]  # samples share them
     if stream is None and axis_comm.size * int(limbs[1]) == int(limbs[0]) ** 2:
         return one
-    exchange, said = axis_comm.peers.store_exchange, Said(0, number)
     channel = axis_comm.first_phase
     work = Work.arrived(channel, torch.cat([total.new_zeros(2), *limbs]))  # the graph has waited already
-
-    compare = lambda: exchange.exchange(exchange.new_place(), said, "a comparison of steps", _EXPLAINING_S)  # noqa: E731
     read_last_summary(axis_comm)
-    end_pass(axis_comm, IssuedSummary(work, channel, stream, compare=compare))
+    end_pass(axis_comm, IssuedSummary(work, channel, stream, said=Said(0, number)))
     return one
 
 
