@@ -412,10 +412,12 @@ _GRAD = attrgetter("grad")
 class Leaves:
     """Leaves for a plan's parameters, whose hooks start its buckets; a single one is ready when the pass is over."""
 
-    def __init__(self, schedule: Schedule, params: Tensors, states: Sequence[Tensors]):
+    def __init__(
+        self, schedule: Schedule, params: Tensors, states: Sequence[Tensors], made: list[torch.Tensor] | None = None
+    ):
         self._states = states
         self._missing: dict[int, int] = {}
-        self.leaves = [*map(torch.Tensor.requires_grad_, map(torch.Tensor.detach, params))]
+        self.leaves = made or [*map(torch.Tensor.requires_grad_, map(torch.Tensor.detach, params))]
         for bucket in schedule.plan.buckets if len(schedule.plan.buckets) > 1 else ():
             self._missing[bucket.index] = len(bucket.members)
             for member in bucket.members:
@@ -444,14 +446,16 @@ class Leaves:
 
 
 def defer(
-    schedule: ProcessSchedule, params: Tensors, states: Sequence[Tensors]
+    schedule: ProcessSchedule, params: Tensors, states: Sequence[Tensors], made: list[torch.Tensor] | None = None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Have a pass without a fence start the buckets: (what the step gets, what to differentiate with respect to)."""
+    """Have a pass without a fence start the buckets: (what the step gets, what to differentiate with respect to).
+    `made`: leaves in place of the parameters that the step has got already.
+    """
     plan = schedule.plan
-    if not can_raise_priority() or not (len(plan.buckets) > 1 or len(params) > FEW):
-        made = Leaves(schedule, params, states)
-        schedule.late = made.taken
-        return made.leaves, made.leaves
+    if made or not can_raise_priority() or not (len(plan.buckets) > 1 or len(params) > FEW):
+        leaves = Leaves(schedule, params, states, made)
+        schedule.late = leaves.taken
+        return leaves.leaves, leaves.leaves
 
     def late(bucket: Bucket) -> Tensors:
         tensors, count = plan.tensors_of(bucket, params, states), len(bucket.members)

@@ -15,16 +15,19 @@ from typing import Any
 import torch
 
 from ltx.core.base import tree
-from ltx.core.gradients.comm_hook import CommHook, shared_part
+from ltx.core.gradients.comm_hook import AllReduce, CommHook, shared_part
 from ltx.core.optim.base import Prepared
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import ALONE, Ranks
 from ltx.core.training.guard import must_sync_finite
 from ltx.core.training.settings import check_layout
 from ltx.core.training.train_state import TrainState
-from ltx.core.transforms.run import KIND, Known, Run
+from ltx.core.transforms.run import KIND, Known
 from ltx.core.transforms.strategy import PostUpdateHook, StepInfo, in_dtype, stateful
 from ltx.typing import Tree
+
+#: With more parameters markers take less time than leaves do, which a straight step has.
+_STRAIGHT = 100
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +45,7 @@ class Resolved:
     lasts: bool  # the strategy answers the same at the next step, and has nothing to begin in it
     known: Known = field(default_factory=Known)  # what the call of the user's step has found out, once there was one
     prepared: Prepared | None = None  # the optimizer's faster update in place of these parameters, if it has one
+    straight: bool = False  # a :class:`ltx.core.training.straight.StraightStep` can run the next step
 
     def holds(self, axis: Axis, step: int) -> bool:
         """Whether these are the answers at training step `step` on `axis` too. Raises if nothing may be sent there."""
@@ -49,12 +53,12 @@ class Resolved:
         same = (self.axis is axis or self.axis == axis) and self.train.step.hook(step, training=True) == self.hook
         return same and axis.ranks.goes_on()
 
-    def after(self, state: TrainState, run: Run) -> Resolved | None:
-        """The answers for the `state` that this step has made, in which `run` was the call of the user's step."""
+    def after(self, state: TrainState, known: Known) -> Resolved | None:
+        """The answers for the `state` that this step has made, in which the user's step has made these `known`."""
         if not self.lasts or state.held_sync_state.leaves:
             return None
-        train, plan, params, prepared = self.train, run.known.plan, state.held_params, self.prepared
-        if prepared is not None and params is self.params and run.known == self.known:
+        train, plan, params, prepared = self.train, known.plan, state.held_params, self.prepared
+        if prepared is not None and params is self.params and known == self.known:
             return self
         if plan is not None and not plan.lasts(len(self.leaves)):
             return None
@@ -67,7 +71,20 @@ class Resolved:
                 return None
             groups = [bucket.members for bucket in plan.buckets] if plan and train.overlap == "update" else []
             prepared = Prepared.of(train.optimizer, params, state.held_opt_state, groups) if train.donate else None
-        return replace(self, params=params, leaves=leaves, spec=spec, prepared=prepared, known=run.known)
+        straight = prepared is not None and self._is_straight(state, known)
+        found = {"params": params, "leaves": leaves, "spec": spec, "prepared": prepared, "known": known}
+        return replace(self, **found, straight=straight)
+
+    def _is_straight(self, state: TrainState, known: Known) -> bool:
+        """Whether all that a step sends is one bucket, which one sum reduces, and nothing else is asked of it."""
+        train, plan = self.train, known.plan
+        if plan is None or len(plan.buckets) != 1 or plan.hooks or plan.part is not None or known.nodes is None:
+            return False
+        if self.ahead or plan.buckets[0].device.type != "cpu" or type(plan.hook).reduce is not AllReduce.reduce:
+            return False
+        besides = state.frozen, state.held_buffers, train.step.precision
+        few = len(self.leaves) <= _STRAIGHT and train.overlap == "backward"
+        return few and not (any(x is not None for x in besides) or train.has_aux or train.checks_finite)
 
 
 def resolve(train: Any, params: Tree, leaves: list[torch.Tensor], spec: Any, info: StepInfo) -> Resolved:

@@ -33,7 +33,7 @@ from ltx.core.training.settings import TrainSettings
 from ltx.core.training.train_state import Metrics, TrainState, hand_over, torch_states
 from ltx.core.transforms.calls_again import Calls
 from ltx.core.transforms.marking import marks_on_wire
-from ltx.core.transforms.run import CallOptions, Run, Weighted
+from ltx.core.transforms.run import Called, CallOptions, Run, Weighted
 from ltx.core.transforms.strategy import StepInfo, Updated, check_next, check_updated, shares_gradients, stateful
 from ltx.core.transforms.sync_state import Synced, SyncState, plain_values
 from ltx.typing import Tree
@@ -206,6 +206,8 @@ class EagerStep(Step):
         self.in_place = self.train.donate and (self.resolved.post_update_hook is not None or not self.resolved.late)
         self.later, self.prepared = self.resolved.late and self.train.donate, self.resolved.prepared
         self._calls = Calls()
+        self._known, self._unused = self.resolved.known, dict[int, str]()
+        self._called: Called | None = None  # the user's function, if that has been called
         self._written, self._before = Written.NOTHING, list[int]()
 
     def differentiate(self) -> tuple[BackwardResult, torch.Tensor, Tree, Any]:
@@ -235,7 +237,7 @@ class EagerStep(Step):
         given = self.params if leaves is self.leaves else tree.unflatten(self.spec, leaves)
         if sync_leaves or (not self.resolved.lasts and stateful(strategy)):
             given = Synced(given, replace(sync, leaves=tree.unflatten(sync_spec, sync_leaves)))
-        options = CallOptions(True, self.info.step, hook, self.state.frozen, (leaves, self.spec), known)
+        options = CallOptions(True, self.info.step, hook, self.state.frozen, (leaves, self.spec), known, self._called)
         with comm.span("forward"), torch.enable_grad():
             run, (loss, buffers, aux) = self.called(given, options, self._calls.recorded())
         if (self.in_place or self.later) and not (buffers is aux is None):  # they mustn't change with the parameters
@@ -256,6 +258,7 @@ class EagerStep(Step):
                 unused = {member: paths[member] for member in missing}
         inputs = [*leaves, *sync_leaves] if run.inputs is None else run.inputs
         of_pass = sync_leaves, inputs, sync_spec, total, weight, self.in_place, factor, guarded, unused, self.prepared
+        self._known, self._unused = run.known, unused
         self._work = work = Backward(train.optimizer, self.state, run, leaves, *of_pass)
         return work, mean, buffers, aux
 
@@ -298,7 +301,7 @@ class EagerStep(Step):
     def finite(self, done: BackwardResult) -> bool | torch.Tensor | None:
         if done.grads is None:
             return None
-        if self._work.unused:
+        if self._unused:
             self._work.look(range(len(done.grads)), done.grads)
         finite, train, most = None, self.train, self.train.max_skipped
         if train.checks_finite:
@@ -311,8 +314,8 @@ class EagerStep(Step):
         return finite
 
     def updating(self) -> AbstractContextManager[None]:
-        if self._work.unused:
-            shared = shares_gradients(self.train.step.strategy, self.info.step) and self._work.run.known.within is None
+        if self._unused:
+            shared = shares_gradients(self.train.step.strategy, self.info.step) and self._known.within is None
             self._work.report_unused(shared or self.info.axis.size == 1)
         # A signal that comes while tensors are updated in place is handled after the step. If its handler raises, the
         # caller doesn't get the result, so the state object itself becomes the next state.
@@ -331,7 +334,7 @@ class EagerStep(Step):
 
     def commit(self, updated: Updated, following: TrainState) -> None:
         state = self.state
-        carried = self.resolved.after(following, self._work.run)
+        carried = self.resolved.after(following, self._known)
         following.__dict__.update(of_step=True, made_by=self.train, resolved=carried, module=state.module)
         with comm.NOTHING if updated.finish is None else uninterrupted():
             if updated.finish is not None:

@@ -27,6 +27,7 @@ from ltx.core.training.replicas import check_replicas, warn_of_equal_batches
 from ltx.core.training.resolved import resolve
 from ltx.core.training.settings import TrainSettings, check_devices, check_kept
 from ltx.core.training.step import EagerStep, incomplete
+from ltx.core.training.straight import StraightStep
 from ltx.core.training.train_state import LossScale, Metrics, TrainState
 from ltx.core.transforms.closure_check import captured
 from ltx.core.transforms.data_parallel import DataParallel
@@ -257,7 +258,8 @@ class TrainStep(TrainSettings):
                     pending = strategy.begin(params, sync.leaves, info, pending)
                     begun = pending is not None and pending is not state.pending
                 of = self, state, batch, info, pending, params, leaves, spec
-                return EagerStep(*of, resolved, seen, commit).run()
+                kind = StraightStep if resolved.straight and not comm.recordings else EagerStep
+                return kind(*of, resolved, seen, commit).run()
         except BaseException as error:
             what = f"step {state.step} of the training"
             if begun and isinstance(error, StepLeftOutError) and isinstance(pending, Exchange):

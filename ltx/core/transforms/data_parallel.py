@@ -101,7 +101,8 @@ class DataParallel(StepSettings):
         leaves, spec = options.flat or tree.flatten(params)
         if options.known.plan is not None:
             schedule, local, within = ProcessSchedule(options.known.plan, deferred=True), False, options.known.within
-            given, inputs = marker.defer(schedule, leaves, [()] * len(leaves))
+            made_before = options.called and options.called.leaves
+            given, inputs = marker.defer(schedule, leaves, [()] * len(leaves), made_before)
             marked = Marked(given, None, schedule, inputs)
         elif recorded:
             tree.refuse_in_graph(leaves)
@@ -133,11 +134,13 @@ class DataParallel(StepSettings):
                 try:
                     look = comm.NOTHING if again else look_at_modules(self.fn, leaves, given)
                     with look as first:
-                        output = self.fn(*args, **kwargs)
+                        output = self.fn(*args, **kwargs) if options.called is None else options.called.output
                 finally:
                     in_step.reset(token)
                 if not private.in_transform():  # side effects
                     held, made = (marked.leaves, args, kwargs), private.nodes_made() - before
+                    if options.called is not None:
+                        made = options.called.nodes
                     if made != options.known.nodes:
                         if marked.schedule or (first and options.deferred):  # a train step of one rank has no schedule
                             refuse_captured(self.fn, output, held, made, options.deferred)

@@ -153,6 +153,14 @@ class Known(NamedTuple):
     nodes: int | None = None  # a graph of so many nodes was looked at, and leads to no leaves beside the parameters
 
 
+class Called(NamedTuple):
+    """A call of the user's function that the caller of a step has made itself."""
+
+    leaves: list[torch.Tensor]  # the parameters that it got
+    output: Any
+    nodes: int  # the number of autograd nodes that it has made
+
+
 class CallOptions(NamedTuple):
     """Options of one call of a step. A plain call has the defaults."""
 
@@ -165,6 +173,7 @@ class CallOptions(NamedTuple):
     frozen: Tree = None  # the frozen parameters, which fill the places of None among the step's parameters
     flat: tuple[list[torch.Tensor], Any] | None = None  # the step's parameters, flattened, if the caller has done that
     known: Known = Known()
+    called: Called | None = None  # then the user's function isn't called again; `known` has a plan
 
 
 PLAIN_CALL = CallOptions()
