@@ -61,7 +61,7 @@ class StraightStep(EagerStep):
         if {*map(_LAYOUT, grads)} != {torch.strided}:
             plan.refuse_sparse(bucket, grads)
         room = partial(among.buffer_pool.take, plan.buckets, bucket.index, hook.exact)
-        flat = pack(grads, bucket, hook, plan.axis.size, plan.states_of(bucket, ()), (), room)
+        flat = pack(grads, bucket, hook, plan.axis.size, [{}] * len(grads), (), room)
         channel = among.bucket_channel(0)
         note = summary.carried_by(channel) if summary.numbers else ()
         work = channel.issue("psum", flat, "bucket 0", note=note, eager=True)
