@@ -452,7 +452,7 @@ def defer(
     `made`: leaves in place of the parameters that the step has got already.
     """
     plan = schedule.plan
-    if made or not can_raise_priority() or not (len(plan.buckets) > 1 or len(params) > FEW):
+    if plan.one_sum or not can_raise_priority() or not (len(plan.buckets) > 1 or len(params) > FEW):
         leaves = Leaves(schedule, params, states, made)
         schedule.late = leaves.taken
         return leaves.leaves, leaves.leaves

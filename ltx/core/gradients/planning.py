@@ -24,7 +24,7 @@ from ltx.core.base.errors import StrategyError, UnsupportedError
 from ltx.core.base.private import Tensors
 from ltx.core.base.readable import Readable
 from ltx.core.gradients.buffers import pack_pure
-from ltx.core.gradients.comm_hook import CommHook, phases_on, shared_part, stateful_hook
+from ltx.core.gradients.comm_hook import AllReduce, CommHook, phases_on, shared_part, stateful_hook
 from ltx.core.gradients.reduction import Bucket, BucketInput, Leaf, LeafState, UpdateShared
 from ltx.core.ranks.axis import Axis
 from ltx.typing import Tree
@@ -38,6 +38,8 @@ MIB = 1 << 20
 HOST_BYTES = 4 * MIB
 #: On stream-ordered backends, such as NCCL, as in torch's DDP: an accelerator's kernels cost more to start.
 STREAM_BYTES = 25 * MIB
+#: One sum is the faster way for so many leaves: for more, one node of autograd that has all takes less time.
+_ONE_SUM = 100
 #: Leaves are tiny beside a leaf that is this many times larger than all of them.
 _TINY = 64
 
@@ -180,6 +182,15 @@ class Plan:
     def part(self) -> Axis | None:
         """The part of the axis whose ranks reduce among themselves; None if all ranks do it together."""
         return shared_part(self.hook, self.axis)
+
+    @cached_property
+    def one_sum(self) -> bool:
+        """Whether all of it is one bucket on the host, which one sum of all ranks reduces, of not too many leaves."""
+        bucket, hook = self.buckets[0], self.hook
+        if len(self.buckets) != 1 or self.hooks or self.axis.comm is None or self.part is not None:
+            return False
+        plain = type(hook).reduce is AllReduce.reduce and not self.keeps and not any(self.streams.values())
+        return plain and bucket.device.type == "cpu" and len(bucket.members) <= _ONE_SUM
 
     @cached_property
     def streams(self) -> dict[torch.device, Any]:

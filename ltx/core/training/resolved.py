@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ltx.core.base import tree
-from ltx.core.gradients.comm_hook import AllReduce, CommHook, shared_part
+from ltx.core.gradients.comm_hook import CommHook, shared_part
 from ltx.core.optim.base import Prepared
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import ALONE, Ranks
@@ -25,9 +25,6 @@ from ltx.core.training.train_state import TrainState
 from ltx.core.transforms.run import KIND, Known
 from ltx.core.transforms.strategy import PostUpdateHook, StepInfo, in_dtype, stateful
 from ltx.typing import Tree
-
-#: With more parameters markers take less time than leaves do, which a straight step has.
-_STRAIGHT = 100
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,15 +73,11 @@ class Resolved:
         return replace(self, **found, straight=straight)
 
     def _is_straight(self, state: TrainState, known: Known) -> bool:
-        """Whether all that a step sends is one bucket, which one sum reduces, and nothing else is asked of it."""
-        train, plan = self.train, known.plan
-        if plan is None or len(plan.buckets) != 1 or plan.hooks or plan.part is not None or known.nodes is None:
-            return False
-        if self.ahead or plan.buckets[0].device.type != "cpu" or type(plan.hook).reduce is not AllReduce.reduce:
-            return False
-        besides = state.frozen, state.held_buffers, train.step.precision
-        few = len(self.leaves) <= _STRAIGHT and train.overlap == "backward"
-        return few and not (any(x is not None for x in besides) or train.has_aux or train.checks_finite)
+        """Whether one sum reduces all that a step sends, and nothing else is asked of it."""
+        train, plan, besides = self.train, known.plan, (state.frozen, state.held_buffers, self.train.step.precision)
+        alone = not (any(x is not None for x in besides) or train.has_aux or train.checks_finite)
+        of_pass = plan is not None and plan.one_sum and known.nodes is not None and not self.ahead
+        return alone and of_pass and train.overlap == "backward"
 
 
 def resolve(train: Any, params: Tree, leaves: list[torch.Tensor], spec: Any, info: StepInfo) -> Resolved:

@@ -258,7 +258,7 @@ class TrainStep(TrainSettings):
                     pending = strategy.begin(params, sync.leaves, info, pending)
                     begun = pending is not None and pending is not state.pending
                 of = self, state, batch, info, pending, params, leaves, spec
-                kind = StraightStep if resolved.straight and not comm.recordings else EagerStep
+                kind = StraightStep if resolved.straight else EagerStep
                 return kind(*of, resolved, seen, commit).run()
         except BaseException as error:
             what = f"step {state.step} of the training"

@@ -22,6 +22,7 @@ from ltx.core.base.arguments import checked, outcome
 from ltx.core.base.errors import StepError, UnsupportedError
 from ltx.core.base.private import Tensors
 from ltx.core.collectives.linear import Function
+from ltx.core.gradients import one_sum
 from ltx.core.gradients.marker import can_raise_priority
 from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.planning import in_step, requires_grad, tracked
@@ -224,6 +225,8 @@ def by_buckets(
     schedule: ProcessSchedule, outputs: Tensors, cotangents: Tensors | None, inputs: Tensors, again: bool, own: Tensors
 ) -> tuple[list[torch.Tensor], dict[int, LeafState]]:
     """Run a deferred pass (:meth:`ProcessSchedule.backward`): (the gradients, next states by parameters' places)."""
+    if schedule.plan.one_sum and not own:
+        return one_sum.reduced(schedule.plan, inputs, outputs, cotangents, again)[0], {}
     grads, states = dict[int, torch.Tensor](), dict[int, LeafState]()
     try:
         schedule.send_summary()
