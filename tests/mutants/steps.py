@@ -153,6 +153,23 @@ MUTANTS = (
         "tests/internal/training/test_between_steps.py",
     ),
     Mutant(
+        "steps: in a straight line a graph of another size isn't looked at -> "
+        "a small model's parameter that isn't given, and is used from a later step on, has each rank's own gradient",
+        At("StraightStep.differentiate", "nodes != known_nodes", "nodes < 0"),
+        "tests/internal/training/test_between_steps.py",
+    ),
+    Mutant(
+        "steps: gradients of one sum come in its bucket's order -> a small model's parameters get those of others",
+        At("reduced", "[*map(by_place.__getitem__, range(len(leaves)))]", "[*by_place.values()]"),
+        "tests/internal/training/test_between_steps.py",
+    ),
+    Mutant(
+        "steps: nobody hears that a pass of one sum has failed -> "
+        "a small model's peers wait for the timeout where ltx.grad raises on one rank",
+        At("reduced", "among.passes.leave(error, sent)", "pass"),
+        "tests/contract/reports",
+    ),
+    Mutant(
         "steps: a call on parameters of other kinds has the answers of the last -> "
         "gradients are packed by the shapes and dtypes of other parameters",
         At(
