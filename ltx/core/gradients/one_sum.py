@@ -42,10 +42,9 @@ def reduced(
         if outputs:
             with comm.span("backward"):
                 private.run_backward(outputs, cotangents, again, leaves)
-        of_bucket = [*map(leaves.__getitem__, bucket.members)]
-        grads = [*map(_GRAD, of_bucket)]
+        grads = [*map(_GRAD, leaves)]
         if type(None) in map(type, grads):
-            grads = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(of_bucket, grads, strict=True)]
+            grads = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, grads, strict=True)]
         if {*map(_LAYOUT, grads)} != {torch.strided}:
             plan.refuse_sparse(bucket, grads)
         for leaf in leaves if again else ():
@@ -60,8 +59,7 @@ def reduced(
             work = channel.issue("psum", flat, "bucket 0", note=note, eager=True)
             if note:
                 summary.work = work
-            by_place = dict(zip(bucket.members, unpack(work.wait(), bucket), strict=True))
-        return [*map(by_place.__getitem__, range(len(leaves)))], comm.end_pass(among, summary)
+            return unpack(work.wait(), bucket), comm.end_pass(among, summary)
     except BaseException as error:
         if work is not None or not isinstance(error, UnsupportedError):  # all ranks find what isn't supported before
             among.passes.leave(error, sent)

@@ -185,12 +185,12 @@ class Plan:
 
     @cached_property
     def one_sum(self) -> bool:
-        """Whether all of it is one bucket on the host, which one sum of all ranks reduces, of not too many leaves."""
-        bucket, hook = self.buckets[0], self.hook
+        """Whether one bucket on the host has all leaves, not too many, and one sum of all ranks reduces it."""
         if len(self.buckets) != 1 or self.hooks or self.axis.comm is None or self.part is not None:
             return False
-        plain = type(hook).reduce is AllReduce.reduce and not self.keeps and not any(self.streams.values())
-        return plain and bucket.device.type == "cpu" and len(bucket.members) <= _ONE_SUM
+        bucket, few = self.buckets[0], len(self.buckets[0].members) <= _ONE_SUM
+        plain = type(self.hook).reduce is AllReduce.reduce and not self.keeps and not any(self.streams.values())
+        return plain and few and self.lasts(max(bucket.members) + 1) and bucket.device.type == "cpu"
 
     @cached_property
     def streams(self) -> dict[torch.device, Any]:

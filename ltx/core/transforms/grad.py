@@ -225,7 +225,7 @@ def by_buckets(
     schedule: ProcessSchedule, outputs: Tensors, cotangents: Tensors | None, inputs: Tensors, again: bool, own: Tensors
 ) -> tuple[list[torch.Tensor], dict[int, LeafState]]:
     """Run a deferred pass (:meth:`ProcessSchedule.backward`): (the gradients, next states by parameters' places)."""
-    if schedule.plan.one_sum and not own:
+    if schedule.plan.one_sum and len(inputs) == len(schedule.plan.buckets[0].members) and not own:
         return one_sum.reduced(schedule.plan, inputs, outputs, cotangents, again)[0], {}
     grads, states = dict[int, torch.Tensor](), dict[int, LeafState]()
     try:
