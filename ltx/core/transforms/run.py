@@ -177,6 +177,7 @@ class CallOptions(NamedTuple):
 
 
 PLAIN_CALL = CallOptions()
+_GRAD = attrgetter("grad")
 KIND = attrgetter("__class__", "shape", "dtype", "device", "layout")
 
 
@@ -285,7 +286,7 @@ class Run(NamedTuple):
 
 def refuse_backward(inputs: Sequence[torch.Tensor], schedule: Any = None) -> None:
     """Raise if a step's own backward pass came to `inputs`, made for this call, or to the markers of `schedule`."""
-    if (schedule and schedule.early) or any(x.grad is not None for x in inputs):
+    if (schedule and schedule.early) or {*map(type, map(_GRAD, inputs))} - {type(None)}:
         raise StepError(
             "the step has called .backward() itself, so its gradients would count twice. Return the loss: ltx.grad and "
             "ltx.train_step differentiate it. For a gradient inside of a step (penalties) use torch.autograd.grad."
