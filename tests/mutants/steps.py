@@ -159,6 +159,11 @@ MUTANTS = (
         "tests/internal/training/test_between_steps.py",
     ),
     Mutant(
+        "steps: gradients of one sum come in its bucket's order -> a small model's parameters get those of others",
+        At("reduced", "[*map(found.__getitem__, range(len(found)))]", "[*found.values()]"),
+        "tests/internal/training/test_between_steps.py",
+    ),
+    Mutant(
         "steps: nobody hears that a pass of one sum has failed -> "
         "a small model's peers wait for the timeout where ltx.grad raises on one rank",
         At("reduced", "among.passes.leave(error, sent)", "pass"),

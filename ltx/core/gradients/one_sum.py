@@ -42,9 +42,10 @@ def reduced(
         if outputs:
             with comm.span("backward"):
                 private.run_backward(outputs, cotangents, again, leaves)
-        grads = [*map(_GRAD, leaves)]
+        in_bucket = [*map(leaves.__getitem__, bucket.members)]
+        grads = [*map(_GRAD, in_bucket)]
         if type(None) in map(type, grads):
-            grads = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, grads, strict=True)]
+            grads = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(in_bucket, grads, strict=True)]
         if {*map(_LAYOUT, grads)} != {torch.strided}:
             plan.refuse_sparse(bucket, grads)
         for leaf in leaves if again else ():
@@ -59,7 +60,8 @@ def reduced(
             work = channel.issue("psum", flat, "bucket 0", note=note, eager=True)
             if note:
                 summary.work = work
-            return unpack(work.wait(), bucket), comm.end_pass(among, summary)
+            found = dict(zip(bucket.members, unpack(work.wait(), bucket), strict=True))
+            return [*map(found.__getitem__, range(len(found)))], comm.end_pass(among, summary)
     except BaseException as error:
         if work is not None or not isinstance(error, UnsupportedError):  # all ranks find what isn't supported before
             among.passes.leave(error, sent)
