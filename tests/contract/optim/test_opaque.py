@@ -328,14 +328,6 @@ def test_a_first_step_that_is_skipped_begins_no_state(finite: Any, donate: bool,
     assert torch.equal(after["w"], leaf)
 
 
-def test_a_schedule() -> None:
-    optimizer = from_torch(Lion, lr=lambda count: 1.0 / (1 + count), betas=(0.0, 0.0))
-    params, state = torch.tensor([0.0]), from_torch(Lion).init(torch.tensor([0.0]))
-    for _ in range(3):
-        params, state = optimizer.apply(torch.tensor([1.0]), state, params)
-    torch.testing.assert_close(params, -torch.tensor([1 + 1 / 2 + 1 / 3]))
-
-
 def trained(name: str, seed: int) -> Any:
     """Three steps, on each rank's own part of the batches."""
     cls, kwargs = CLASSES[name]

@@ -313,19 +313,6 @@ def test_on_ranks(f: Any, ranks: Ranks, seed: int) -> None:
             assert_right(value.bfloat16(), x.double().mean())
 
 
-def test_losses_of_many_micro_batches(seed: int) -> None:
-    x = numbers(MANY, torch.bfloat16)
-    loss = ltx.accumulate(mean, MANY)(torch.ones((), dtype=torch.bfloat16), x)
-    assert loss.dtype == torch.bfloat16
-    assert_right(loss, x.double().mean())
-
-
-def test_micro_batches_in_mixed_precision(seed: int) -> None:
-    half = ltx.Precision(compute=torch.bfloat16)
-    x, step = numbers(MANY, torch.bfloat16), ltx.mixed_precision(ltx.data_parallel(mean), half)
-    assert_right(ltx.grad(ltx.accumulate(step, MANY))(torch.ones(()), x.float()).bfloat16(), x.double().mean())
-
-
 def test_float16_gradients_whose_sum_is_too_large() -> None:
     w, x = torch.ones((), dtype=torch.float16), torch.full((4,), 30000.0, dtype=torch.float16)
     assert torch.func.grad(ltx.accumulate(mean, 4))(w, x) == 30000

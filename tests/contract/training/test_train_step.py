@@ -163,14 +163,6 @@ def test_the_norm_is_that_of_the_global_gradient(
     torch.testing.assert_close(params, params_of(module), rtol=1e-5, atol=1e-6)
 
 
-def test_local_gradients_have_a_norm_each() -> None:
-    strategy = ltx.LocalSGDStrategy(period=4, warmup_steps=1)  # whose first step has mean gradients
-    train, xs = ltx.train_step(ltx.data_parallel(inner, strategy), MEASURED), torch.tensor([[3.0, 4.0], [6.0, 8.0]])
-    state, metrics = ltx.vmap(train, in_dims=(None, 0))(train.init(torch.zeros(2)), xs)
-    assert metrics.grad_norm.tolist() == [7.5, 7.5]
-    assert ltx.vmap(train)(state, xs)[1].grad_norm.tolist() == [5.0, 10.0]
-
-
 def test_without_clipping_there_is_no_norm() -> None:
     assert trained(inner, sgd(), torch.ones(2), [torch.ones(2)]).metrics[0].grad_norm is None
 
@@ -272,16 +264,6 @@ def test_a_step_that_raises_leaves_the_state_as_it_was(where: str, real: bool, r
     module, batches = problem(seed, EQUAL, 3)
     expected, _ = one_process(module, whole(batches) if real else [by_rank[0] for by_rank in batches])
     torch.testing.assert_close(torch.tensor(losses), expected, rtol=1e-5, atol=0)
-
-
-def test_an_eager_step_after_compiled_ones_counts_once() -> None:
-    """Compiled steps count in the clock; the next eager step counts them in the structure, and not again."""
-    step = ltx.data_parallel(lambda p, x: (p["w"] * x).square().mean())
-    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
-    state = train.init({"w": torch.tensor(1.0)})
-    state = replace(state, sync_state=replace(state.sync_state, clock=torch.tensor(2.0, dtype=torch.float64)))
-    state, _ = train(state, torch.tensor([1.0, 2.0]))
-    assert state.sync_state.checked_step() == 3
 
 
 LARGE = 1 << 16

@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 import ltx
 from ltx.errors import OptimError, StepError, TreeError, UnsupportedError
-from tests.train_on import go_on, loop_of_torch, on_ranks, refuses, trained
+from tests.train_on import go_on, on_ranks, refuses, trained
 from tests.twins.training import adamw, sgd
 
 
@@ -60,16 +60,6 @@ def test_frozen_parameters_stay(seed: int) -> None:
             assert frozen == {"0.weight", "0.bias"}, (strategy, overlap)
             paths = ltx.tree.leaf_paths((state.opt_state, state.sync_state))
             assert not any("0.weight" in path or "0.bias" in path for path in paths), (strategy, overlap, paths)
-
-
-@pytest.mark.parametrize("donate", [True, False])
-def test_they_train_like_torch(donate: bool, seed: int) -> None:
-    net, x = model(), torch.randn(6, 4)
-    net[0].weight.requires_grad_(False)
-    found = trained(loss_of(net), adamw(lr=0.1), dict(net.named_parameters()), [x] * 3, donate=donate)
-    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.1)
-    loop_of_torch(optimizer, lambda x: net(x).square().mean(), [x] * 3)
-    torch.testing.assert_close(found.params, {name: p.detach() for name, p in net.named_parameters()})
 
 
 def test_on_simulated_ranks(seed: int) -> None:

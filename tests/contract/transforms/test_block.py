@@ -115,31 +115,6 @@ def test_error() -> None:
     )
 
 
-def test_the_communication_state_passes_through_unchanged(ranks: Ranks, seed: int) -> None:
-    """Its count of steps too, which schedules read: of three calls here the last alone synchronises."""
-    x = torch.randn(2, 3, 4)
-    step = ltx.data_parallel(
-        lambda w, x: (w * x).sum(), ltx.DDPStrategy(comm_hook=ltx.hooks.PowerSGD(rank=1, start_step=1))
-    )
-
-    def run(x: Tensor) -> tuple[list[int], Tensor]:
-        w = torch.ones(3, 4)
-        state, counted = step.init(w), []
-        for each in (ltx.block_backward_sync(step), ltx.block_backward_sync(step), step):
-            (grads, state), _ = ltx.grad_and_value(each)(w, x, sync_state=state)
-            counted.append(state.checked_step())
-        return counted, grads
-
-    simulated: list[list[int]] = []
-    grads = ltx.vmap(lambda x: (simulated.append(run(x)[0]), run(x)[1])[1])(x)
-    assert simulated == [[0, 0, 1]]
-    torch.testing.assert_close(grads, x.mean(0).expand(2, 3, 4))  # exact, before the hook's first compressed step
-    for counted, found in ranks(2).run(lambda: run(x[ltx.world().rank])):
-        assert counted == [0, 0, 1]
-        torch.testing.assert_close(found, x.mean(0))
-    assert run(x[0])[0] == [0, 0, 1]
-
-
 def test_trees_with_other_leaves_and_their_derivative() -> None:
     def reduce(x: Tensor) -> Any:
         return ltx.sync_gradients({"g": [x, (2 * x).double()], "n": x.long(), "none": None})[0]

@@ -16,7 +16,7 @@ import ltx
 from ltx import hooks
 from ltx.errors import StepError, SyncStateError, UnsupportedError
 from tests.kinds import Ranks
-from tests.train_on import refuses, said
+from tests.train_on import in_all_worlds, refuses, said
 from tests.twins import feedback
 from tests.twins.cases import (
     MLP,
@@ -205,15 +205,24 @@ def test_a_state_goes_with_one_argument() -> None:
     assert said(StepError, call) == "a communication state goes with one argument of parameters, got argnums=(0, 1)."
 
 
-def test_a_blocked_step_passes_the_state_through(seed: int) -> None:
-    _, state = feedback.func_grad(STEP, W, STEP.init(W), X)
-    grads, after = torch.func.grad(ltx.block_backward_sync(STEP))(ltx.Synced(W, state), 3 * X)
-    assert_same_bits(grads, 3 * X)
-    assert_same_bits(after, state)
-    assert after.step == state.step
-    (grads, after), _ = ltx.grad_and_value(ltx.block_backward_sync(STEP))(W, X, sync_state=state)
-    assert_same_bits(errors_of(after), errors_of(state))
-    feedback.func_grad(STEP, W, after, X)  # and may be used on
+def blocked(x: Tensor) -> tuple[Tensor, list[Params]]:
+    """A local gradient, and a rank's own errors before two blocked calls and after each of them."""
+    local = ltx.block_backward_sync(STEP)
+    _, before = feedback.func_grad(STEP, W, STEP.init(W), x)
+    grads, after = torch.func.grad(local)(ltx.Synced(W, before), 3 * x)
+    (_, again), _ = ltx.grad_and_value(local)(W, x, sync_state=after)
+    _, following = feedback.func_grad(STEP, W, again, x)
+    assert [state.checked_step() for state in (before, after, again, following)] == [1, 1, 1, 2]
+    return grads, [errors_of(state) for state in (before, after, again)]
+
+
+def test_a_blocked_step_passes_the_state_through(ranks: Ranks) -> None:
+    """Its count of steps too, which schedules read; the step itself goes on from it."""
+    xs = torch.stack([X, 2 * X])
+    for found in (*in_all_worlds(blocked, ranks, xs), [blocked(X)]):
+        for x, (grads, errors) in zip(xs, found, strict=False):
+            assert_same_bits(grads, 3 * x)
+            assert_same_bits(*errors)
 
 
 def test_a_value_without_gradient_needs_no_state_to_be_differentiated() -> None:
