@@ -306,7 +306,7 @@ DIFFERENT: dict[str, tuple[Callable[[Any], Any], Callable[[Rank], Any], str]] = 
     "another metric": (ltx.psum, lambda r: {"grad": sparse(1.0), f"metric_{r}": torch.tensor(5.0 + r)}, "'metric_0'"),
     "another parameter": (ltx.sync_gradients, lambda r: {"e": sparse(1.0), f"w{r}": torch.ones(3)}, "'w0'"),
     "a sparse dtype": (ltx.psum, lambda r: sparse(1.0).double() if r else sparse(1.0), "the value itself"),
-    "a sparse size": (ltx.sync_gradients, lambda r: {"e": sparse(1.0, size=4 + r)}, "'e'"),
+    "a sparse size": (ltx.sync_gradients, lambda r: {"e": sparse(1.0, size=4 + r)}, "float32[4] (sparse in 1 dim)"),
     "dense dimensions": (ltx.psum, lambda r: {"e": torch.eye(3).to_sparse(1 + r), "other": torch.ones(9)}, "'e'"),
     "adasum": (ltx.adasum, lambda r: {"w": torch.ones(2 + r)}, "'w'"),
     "all_gather, another dtype": (infers, lambda r: {"w": torch.ones(2, dtype=[torch.int32, torch.int64][r])}, "int64"),

@@ -56,11 +56,6 @@ def test_functions_of_this_module_and_what_they_call(ranks: Ranks) -> None:
     assert ranks(2).run(functools.partial(scaled, factor=3.0), torch.tensor(1.0)).replicated().item() == 30.0
 
 
-def test_closures(ranks: Ranks, seed: int) -> None:
-    captured = torch.randn(4, 5)
-    assert torch.equal(ranks(2).run(lambda: captured.sum(0)).replicated(), captured.sum(0))
-
-
 def test_objects_of_classes_of_this_module_come_back_as_such(ranks: Ranks) -> None:
     points = ranks(2).run(lambda point: point.doubled(), Point(torch.ones(2), "p"))
     assert isinstance(points.rank(1), Point)

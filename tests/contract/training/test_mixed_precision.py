@@ -364,17 +364,6 @@ def test_scaling_around_a_compiled_loss() -> None:
     torch.testing.assert_close(got.params, expected.params, rtol=1e-3, atol=1e-3)
 
 
-def test_the_scale_is_part_of_a_checkpoint() -> None:
-    train = ltx.train_step(ltx.mixed_precision(STEP, FP16), sgd())
-    other = train.init(params())
-    state, _ = go_on(train, train.init(params()), [batch(step, 0) for step in range(3)])
-    saved = state.state_dict()
-    assert (saved["loss_scale.scale"], saved["loss_scale.good_steps"]) == (512.0, 1)
-    other.load_state_dict(saved)
-    assert_same_bits(other.loss_scale, state.loss_scale)
-    assert not any("loss_scale" in name for name in ltx.train_step(STEP, sgd()).init(params()).state_dict())
-
-
 def test_schedules_count_skipped_steps() -> None:
     seen: list[int] = []
 

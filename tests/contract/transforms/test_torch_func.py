@@ -176,11 +176,6 @@ def test_aux_and_state(strategy: ltx.Strategy) -> None:
     assert (grads.tolist(), aux["seen"].item(), state.step) == (X[0].tolist(), 3.0, 2)
 
 
-def test_keywords_reach_the_step() -> None:
-    step = ltx.data_parallel(lambda w, x, *, scale: scale * (w * x).sum())
-    assert ltx.grad(step)(W, X[0], scale=3.0).tolist() == (3 * X[0]).tolist()
-
-
 # Between processes, where plain autograd takes the gradients unless something is around the call.
 def torchs(step: Any, params: Any, *args: Any, sync_state: ltx.SyncState | None = None) -> Any:
     """What :func:`ltx.grad_and_value` gives, by torch.func."""
