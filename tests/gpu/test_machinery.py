@@ -64,11 +64,14 @@ CLOSE = {"rtol": 1e-3, "atol": 1e-4}
 @pytest.mark.slow_compile
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("overlap", ["backward", "update"])
-def test_a_compiled_loss(overlap: Any, pool: Pool) -> None:
+@pytest.mark.parametrize("how", [{"backend": BACKEND}, pytest.param({"mode": "reduce-overhead"}, marks=needs_cuda)])
+def test_a_compiled_loss(how: dict[str, Any], overlap: Any, pool: Pool) -> None:
+    """That of a CUDA graph has its gradients in memory that the graph's next replay writes to."""
+
     def run() -> Any:
         torch._dynamo.reset()
         loss = loss_of(model())
-        return trained(torch.compile(loss, backend=BACKEND), overlap=overlap), trained(loss)
+        return trained(torch.compile(loss, **how), overlap=overlap), trained(loss)
 
     check(pool, run, **CLOSE)
 
@@ -88,21 +91,6 @@ def test_collectives_in_a_graph(whole: bool, pool: Pool) -> None:
         both = torch.func.grad_and_value(step)
         compiled = torch.compile(both, fullgraph=True, backend=BACKEND)
         return on_cpu(compiled(params, *batch(0))), on_cpu(both(params, *batch(0)))
-
-    check(pool, run, **CLOSE)
-
-
-@needs_cuda
-@pytest.mark.slow_compile
-@pytest.mark.timeout(150)
-@pytest.mark.parametrize("overlap", ["backward", "update"])
-def test_a_loss_as_a_cuda_graph(overlap: Any, pool: Pool) -> None:
-    """Its gradients lie in memory that the graph's next replay writes to."""
-
-    def run() -> Any:
-        torch._dynamo.reset()
-        loss = loss_of(model())
-        return trained(torch.compile(loss, mode="reduce-overhead"), overlap=overlap), trained(loss)
 
     check(pool, run, **CLOSE)
 

@@ -27,6 +27,7 @@ from ltx.core.ranks.backings import Levels
 from ltx.core.ranks.batched import VmapRanks
 from ltx.errors import AxisError
 from tests import train_on
+from tests.contract.collectives.test_groups import of_each
 from tests.kinds import Ranks
 
 BOTH = ("node", "data")
@@ -53,12 +54,7 @@ OPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
 
 
 def _of_each(x: Tensor, axis: Any) -> dict[str, tuple[Tensor, Tensor]]:
-    """Each collective's value, and the gradient of a loss that weighs rank r by r + 1."""
-
-    def loss(x: Tensor, name: str) -> Tensor:
-        return ((1 + ltx.axis_index(axis)) * OPS[name](x, axis).sin()).sum()
-
-    return {name: (op(x, axis), torch.func.grad(loss)(x, name)) for name, op in OPS.items()}
+    return of_each(x, OPS, axis)
 
 
 def _trained(x: Tensor, axis: Any) -> tuple[Tensor, Tensor, Tensor]:
