@@ -102,6 +102,17 @@ def loop_of_torch(optimizer: torch.optim.Optimizer, loss: Callable[..., Tensor],
     return torch.stack(losses)
 
 
+def reduced(strategy: ltx.Strategy, grads: Iterable[Any], state: Any = None) -> tuple[list[Any], Any]:
+    """The results of gradients that are reduced one after another, and the last state."""
+    results = []
+    for given in grads:
+        if state is None:
+            state = ltx.data_parallel(lambda p: p, strategy).init(ltx.tree.map(torch.zeros_like, given))
+        result, state = ltx.sync_gradients(given, strategy, state)
+        results.append(result)
+    return results, state
+
+
 def mine(by_rank: Any) -> Any:
     """This rank's entry, of those of all ranks."""
     return by_rank[int(ltx.axis_index())]

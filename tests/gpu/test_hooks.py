@@ -16,7 +16,7 @@ from ltx import hooks
 from tests.contract.hooks.table import HOOKS
 from tests.gpu.device import ADAMW, DEVICE, batch, check, halves_of, model, on_cpu, params_of, plain, without_waiting
 from tests.streams.test_steps import loss_of
-from tests.train_on import loop_of_torch, trained
+from tests.train_on import loop_of_torch, reduced, trained
 
 SHAPES = {"weight": (24, 20), "bias": (7,), "scale": (), "kernel": (6, 3, 5), "none": (0, 4)}
 STEPS = 3
@@ -33,14 +33,9 @@ def drawn(*ranks: int) -> list[dict[str, Tensor]]:
     return [{name: normal(shape) for name, shape in SHAPES.items()} for _ in range(STEPS)]
 
 
-def reduced(hook: hooks.CommHook, grads: list[dict[str, Tensor]]) -> Any:
+def by_hook(hook: hooks.CommHook, grads: list[dict[str, Tensor]]) -> Any:
     """(results by step, the leaves of the last state)"""
-    strategy = ltx.DDPStrategy(comm_hook=hook, bucket_bytes=1 << 10, first_bucket_bytes=1 << 10)
-    zeros = {name: torch.zeros_like(x) for name, x in grads[0].items()}
-    state, results = ltx.data_parallel(lambda p: p, strategy).init(zeros), []
-    for given in grads:
-        result, state = ltx.sync_gradients(given, strategy, state)
-        results.append(result)
+    results, state = reduced(ltx.DDPStrategy(comm_hook=hook, bucket_bytes=1 << 10, first_bucket_bytes=1 << 10), grads)
     return results, state.leaves
 
 
@@ -56,10 +51,10 @@ def test_one_rank(name: str, workers: Any) -> None:
     def run() -> Any:
         grads = drawn()
         on_device = [{key: x.to(DEVICE) for key, x in given.items()} for given in grads]
-        expected = reduced(HOOKS[name], grads)
-        reduced(HOOKS[name], on_device)
+        expected = by_hook(HOOKS[name], grads)
+        by_hook(HOOKS[name], on_device)
         with without_waiting() if DEVICE == "cuda" else nullcontext():  # on the CPU codecs have other ways
-            found = reduced(HOOKS[name], on_device)
+            found = by_hook(HOOKS[name], on_device)
         return on_cpu(found), on_cpu(expected)
 
     ((found, expected),) = workers.run(run)
@@ -70,7 +65,7 @@ def test_one_rank(name: str, workers: Any) -> None:
 def test_simulated_ranks(name: str, workers: Any) -> None:
     def run() -> Any:
         def each(*grads: dict[str, Tensor]) -> Any:
-            return reduced(HOOKS[name], list(grads))
+            return by_hook(HOOKS[name], list(grads))
 
         grads = drawn(3)
         on_device = [{key: x.to(DEVICE) for key, x in given.items()} for given in grads]

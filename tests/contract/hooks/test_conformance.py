@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from tests.contract.hooks.reference import flat
 from tests.contract.hooks.table import BY_PATH, FED_BACK, HOOKS, MOST, ROWS
 from tests.covering import some
 from tests.kinds import Ranks
-from tests.train_on import in_backward
+from tests.train_on import in_backward, reduced
 
 Grads = dict[str, Tensor]
 TWINS = ROWS | BY_PATH
@@ -55,22 +56,10 @@ def of_rank(tree: Any, rank: int) -> Any:
     return ltx.tree.map(lambda x: x[rank], tree)
 
 
-def run(strategy: ltx.Strategy, grads: list[Grads], state: Any = None) -> tuple[list[Grads], Any]:
-    """(results by step, the last state) of one rank."""
-    if state is None:
-        zeros = {name: torch.zeros_like(x) for name, x in grads[0].items()}
-        state = ltx.data_parallel(lambda p: p, strategy).init(zeros)
-    results = []
-    for given in grads:
-        result, state = ltx.sync_gradients(given, strategy, state)
-        results.append(result)
-    return results, state
-
-
 def simulated(hook: CommHook, grads: list[Grads], bucket_bytes: int = 1 << 20) -> tuple[list[Grads], Any]:
-    results, leaves = ltx.vmap(
-        lambda *gs: (lambda r, s: (r, s.leaves))(*run(strategy_of(hook, bucket_bytes), list(gs)))
-    )(*grads)
+    results, leaves = ltx.vmap(lambda *gs: (lambda r, s: (r, s.leaves))(*reduced(strategy_of(hook, bucket_bytes), gs)))(
+        *grads
+    )
     return results, leaves
 
 
@@ -103,7 +92,7 @@ def test_processes_equal_simulated_ranks_and_one_another(name: str, ranks: Ranks
     expected, leaves = simulated(hook, grads, 700)
 
     def on_rank() -> Any:
-        results, state = run(strategy_of(hook, 700), of_rank(grads, ltx.world().rank))
+        results, state = reduced(strategy_of(hook, 700), of_rank(grads, ltx.world().rank))
         return results, state.leaves, state.checked_step()
 
     found = list(ranks(2).run(on_rank))
@@ -284,8 +273,8 @@ def test_a_state_goes_on_with_other_buckets(name: str) -> None:
     hook, grads = EVERY[name], gradients(2)
 
     def rebucketed(*given: Grads) -> Any:
-        results, state = run(strategy_of(hook, 1 << 20), list(given[:2]))
-        more, state = run(strategy_of(hook, 100), list(given[2:]), state)
+        results, state = reduced(strategy_of(hook, 1 << 20), given[:2])
+        more, state = reduced(strategy_of(hook, 100), given[2:], state)
         return [*results, *more], state.leaves
 
     results, leaves = ltx.vmap(rebucketed)(*grads)
@@ -309,22 +298,18 @@ def test_buckets_that_arrive_in_any_order(name: str, ranks: Ranks, seed: int) ->
 
     step = ltx.data_parallel(branches, strategy_of(EVERY[name], 100))
 
-    def on_rank() -> Any:
-        drawn, results, state = random.Random(seed + ltx.world().rank), [], step.init(params)
+    def run(factor: Tensor, delay_s: Callable[[], float] = lambda: 0.0) -> Any:
+        results, state = [], step.init(params)
         for _ in range(STEPS):
-            delays_s = [drawn.choice([0.0, 0.002, 0.006]) for _ in params]
-            factor = torch.tensor(1.0 + ltx.world().rank)
+            delays_s = [delay_s() for _ in params]
             (grads, state), _ = ltx.grad_and_value(step)(params, factor, delays_s, sync_state=state)
             results.append(grads)
         return results
 
-    def on_simulated(factor: Tensor) -> Any:
-        results, state = [], step.init(params)
-        for _ in range(STEPS):
-            (grads, state), _ = ltx.grad_and_value(step)(params, factor, [0.0] * len(params), sync_state=state)
-            results.append(grads)
-        return results
+    def on_rank() -> Any:
+        drawn = random.Random(seed + ltx.world().rank)
+        return run(torch.tensor(1.0 + ltx.world().rank), lambda: drawn.choice([0.0, 0.002, 0.006]))
 
-    expected = ltx.vmap(on_simulated)(torch.tensor([1.0, 2.0, 3.0]))
+    expected = ltx.vmap(run)(torch.tensor([1.0, 2.0, 3.0]))
     for rank, found in enumerate(ranks(3).run(on_rank)):
         torch.testing.assert_close(found, of_rank(expected, rank), rtol=1e-8, atol=1e-8)

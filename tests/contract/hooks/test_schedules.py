@@ -20,7 +20,7 @@ from ltx.strategies import States, StepInfo
 from ltx.typing import Tree
 from tests.kinds import Params, Ranks
 from tests.sent import sent
-from tests.train_on import go_on, on_ranks, refuses, trained
+from tests.train_on import go_on, on_ranks, reduced, refuses, trained
 from tests.twins.cases import backward
 from tests.twins.training import by_train_step, sgd
 
@@ -67,12 +67,7 @@ SCHEDULES = {
 
 
 def steps_of(strategy: ltx.Strategy, x: Tensor) -> Tensor:
-    state = ltx.data_parallel(lambda w: w.sum(), strategy).init(torch.empty_like(x[0]))
-    found = []
-    for grad in x:
-        reduced, state = ltx.sync_gradients(grad, strategy, state)
-        found.append(reduced)
-    return torch.stack(found)
+    return torch.stack(reduced(strategy, x)[0])
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

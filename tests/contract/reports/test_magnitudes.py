@@ -23,7 +23,7 @@ from ltx.hooks import CommHook
 from ltx.optim import from_torch
 from tests.contract.hooks.table import HOOKS
 from tests.kinds import Ranks
-from tests.train_on import on_ranks, refuses, trained
+from tests.train_on import on_ranks, reduced, refuses, trained
 from tests.twins.training import by_train_step, sgd
 
 Grads = dict[str, Tensor]
@@ -62,11 +62,8 @@ def gradients(scale: float, n: int = 2) -> Grads:
 
 
 def two_steps(hook: CommHook, grads: Grads) -> tuple[Grads, Any]:
-    strategy = ltx.DDPStrategy(comm_hook=hook)
-    state = ltx.data_parallel(lambda p: p, strategy).init(ltx.tree.map(torch.zeros_like, grads))
-    for _ in range(2):
-        result, state = ltx.sync_gradients(grads, strategy, state)
-    return result, state.leaves
+    results, state = reduced(ltx.DDPStrategy(comm_hook=hook), [grads] * 2)
+    return results[-1], state.leaves
 
 
 def check(name: str, grads: Grads, result: Grads, states: Any) -> None:
@@ -161,13 +158,7 @@ def cases(name: str) -> list[Tensor]:
 
 
 def three_steps(hook: CommHook, grad: Tensor) -> list[Tensor]:
-    strategy = ltx.DDPStrategy(comm_hook=hook)
-    state = ltx.data_parallel(lambda p: p, strategy).init(torch.zeros(len(grad)))
-    results = []
-    for _ in range(3):
-        result, state = ltx.sync_gradients(grad, strategy, state)
-        results.append(result)
-    return results
+    return reduced(ltx.DDPStrategy(comm_hook=hook), [grad] * 3)[0]
 
 
 def check_short(name: str, grad: Tensor, results: list[Tensor]) -> None:

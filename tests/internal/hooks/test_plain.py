@@ -21,7 +21,7 @@ from ltx.strategies.nodes import ByNode
 from ltx.strategies.qadam import MeanMomentum
 from tests.contract.hooks.table import FED_BACK, HOOKS
 from tests.kinds import Ranks
-from tests.train_on import refuses
+from tests.train_on import reduced, refuses
 
 CODECS: dict[str, CompressedAllReduce] = {
     "one grid": hooks.ByteGrad(),
@@ -147,10 +147,7 @@ def test_hooks_with_residuals(
     strategy = ltx.DDPStrategy(comm_hook=HOOKS[name], bucket_bytes=3000)
 
     def run(*given: Any) -> Any:
-        state, results = ltx.data_parallel(lambda p: p, strategy).init(ltx.tree.map(torch.zeros_like, given[0])), []
-        for tree in given:
-            result, state = ltx.sync_gradients(tree, strategy, state)
-            results.append(result)
+        results, state = reduced(strategy, given)
         return results, state.leaves
 
     results, leaves = run(*grads)
