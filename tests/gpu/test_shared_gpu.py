@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import ltx
+from tests.contract.conformance.test_properties import each_fixed
 from tests.gpu.device import ADAMW, DEVICE, batch, loss_of, model, needs_cuda, on_cpu, params_of, plain
 from tests.gpu.processes import on_two
 from tests.train_on import loop_of_torch
 
 #: name -> (what a rank does with its x of shape (2, 3), that of all ranks' x, stacked)
-COLLECTIVES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Any]]] = {
-    "psum": (ltx.psum, lambda xs: [xs.sum(0)] * 2),
-    "pmax": (ltx.pmax, lambda xs: [xs.amax(0)] * 2),
-    "pmin": (ltx.pmin, lambda xs: [xs.amin(0)] * 2),
-    "all_gather": (ltx.all_gather, lambda xs: [xs] * 2),
-    "psum_scatter": (lambda x: ltx.psum_scatter(x, tiled=False), lambda xs: list(xs.sum(0))),
-    "all_to_all": (lambda x: ltx.all_to_all(x, 0, 0, tiled=True), lambda xs: [xs[:, 0], xs[:, 1]]),
-    "ppermute": (lambda x: ltx.ppermute(x, [(0, 1)]), lambda xs: [torch.zeros_like(xs[0]), xs[0]]),
-    "broadcast": (lambda x: ltx.broadcast(x, 1), lambda xs: [xs[1]] * 2),
-    "gather": (lambda x: ltx.gather(x, 1), lambda xs: [torch.zeros_like(xs), xs]),
-    "scatter": (lambda x: ltx.scatter(x, 1), lambda xs: list(xs[1])),
+COLLECTIVES = {
+    name: each for name, each in each_fixed(2, dim=0).items() if name not in ("pmean", "pvary", "weighted_mean")
 }
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8)
 

@@ -28,33 +28,24 @@ from ltx.core.ranks.batched import VmapRanks
 from ltx.errors import AxisError
 from tests import train_on
 from tests.contract.collectives.test_groups import of_each
+from tests.contract.conformance.test_properties import each_fixed
 from tests.kinds import Ranks
 
 BOTH = ("node", "data")
 TURNED = ("data", "node")
 
-OPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
-    "psum": ltx.psum,
-    "pmean": ltx.pmean,
-    "pmax": ltx.pmax,
-    "pmin": ltx.pmin,
-    "pvary": ltx.pvary,
+OPS: dict[str, Callable[..., Tensor]] = {name: op for name, (op, _) in each_fixed(4, dim=1).items()} | {
     "adasum": ltx.adasum,
     "weighted_mean": lambda x, axis: ltx.weighted_mean(x, 1.0 + ltx.axis_index(axis), axis),
-    "all_gather": lambda x, axis: ltx.all_gather(x, axis, dim=1),
-    "psum_scatter": lambda x, axis: ltx.psum_scatter(x, axis, dim=1, tiled=True),
-    "broadcast": lambda x, axis: ltx.broadcast(x, 2, axis),
-    "all_to_all": lambda x, axis: ltx.all_to_all(x, 0, 1, axis),
     "ppermute": lambda x, axis: ltx.ppermute(x, [(1, 0), (3, 1), (0, 2)], axis),
-    "reduce": lambda x, axis: ltx.reduce(x, "product", axis),
     "axis_index": lambda x, axis: x * ltx.axis_index(axis),
     "axis_size": lambda x, axis: x * ltx.axis_size(axis),
-    "shard": lambda x, axis: ltx.shard(x, axis),
+    "shard": ltx.shard,
 }
 
 
 def _of_each(x: Tensor, axis: Any) -> dict[str, tuple[Tensor, Tensor]]:
-    return of_each(x, OPS, axis)
+    return of_each(x, OPS, axis=axis)
 
 
 def _trained(x: Tensor, axis: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,9 +154,9 @@ def test_as_many_messages_as_on_a_flat_axis(ranks: Ranks, seed: int) -> None:
     def sent(x: Tensor, axis: Any) -> dict[str, list[tuple[str, str, int]]]:
         found = {}
         for name, op in OPS.items():
-            op(x, axis)  # opens what it needs
+            op(x, axis=axis)  # opens what it needs
             with ltx.profile.record() as trace:
-                op(x, axis)
+                op(x, axis=axis)
             found[name] = [(event.operation, event.label, event.nbytes) for event in trace.events]
         return found
 
