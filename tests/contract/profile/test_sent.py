@@ -18,6 +18,7 @@ from ltx.extend import exchange, inner, outer
 from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction
 from ltx.strategies import StateLayout, StepInfo
 from tests import inside
+from tests.contract.hooks import table
 from tests.contract.strategies.test_protocol import STRATEGIES, problem, trainer
 from tests.contract.strategies.test_protocol import loss as two_leaves
 from tests.covering import some
@@ -61,17 +62,7 @@ HOOKS: tuple[CommHook, ...] = (
     OftenInTwoPhases(),
     InThreePhases(),
     ErrorFeedback(),
-    hooks.ByteGrad(),
-    hooks.Quantize("channel", 16),
-    hooks.QSGD(block=8),
-    hooks.OneBit(block=8),
-    hooks.TopK(0.3),
-    hooks.RandomK(0.3),
-    hooks.PowerSGD(1, start_step=0, min_compression_rate=0.5),
-    hooks.BatchedPowerSGD(2, start_step=0),
-    hooks.cast(hooks.PowerSGD(1, start_step=0, min_compression_rate=0.5), torch.bfloat16),
-    hooks.chain(hooks.RandomK(0.5), hooks.ByteGrad()),
-    hooks.error_feedback(hooks.FP16()),
+    *table.HOOKS.values(),
 )
 
 
