@@ -114,9 +114,8 @@ def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
         if made_by["host"] == socket.gethostname():
             try:
                 os.kill(int(made_by["pid"]), 0)
-            except OSError as error:
-                if error.errno == errno.ESRCH:
-                    remove(final.parent / made_by[0])
+            except ProcessLookupError:
+                remove(final.parent / made_by[0])
 
 
 def prune(path: Path, keep: int, committed: int, run: str) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -40,7 +39,7 @@ class Job:
     def run(self) -> Path:
         """Write all ranks' parts. If a rank fails, all ranks raise CheckpointError."""
         failed = f"the checkpoint of step {self.manifest['step']} wasn't saved to {self.final}"
-        with _on_all_or_none(self.together, [self.temporary]):
+        with self.together.leaving():
             self.together.conclude(self._write, self._decide, failed, " Earlier ones are as they were.")
         return self.final
 
@@ -79,18 +78,6 @@ class Job:
             raise
 
 
-@contextmanager
-def _on_all_or_none(together: Together, temporary: list[Path]) -> Iterator[None]:
-    """A context around a rank's part of a save: if it raises, the peers are told, and unfinished files are removed."""
-    try:
-        with together.leaving():
-            yield
-    except BaseException:
-        for path in temporary if together.rank == 0 else ():
-            directory.remove(path)
-        raise
-
-
 def _contents(state: TrainState, rank: int, data: Any, rng: bool) -> tuple[list[Piece], list[Piece], list[Piece]]:
     """(this rank's own pieces, the pieces that all ranks have in common, and the pieces of `data`)."""
     check_state("checkpoint", state)
@@ -110,7 +97,6 @@ def _contents(state: TrainState, rank: int, data: Any, rng: bool) -> tuple[list[
 def begin_saving(operation: str, path: Any, state: TrainState, data: Any, rng: bool, keep: Any, axis: Any) -> Job:
     base = Path(os.path.abspath(path))
     together = Together(operation, axis)
-    temporary = list[Path]()
 
     def offer() -> tuple[tuple[list[Piece], list[Piece], list[Piece]], dict[str, Any]]:
         if keep is not None:
@@ -131,26 +117,27 @@ def begin_saving(operation: str, path: Any, state: TrainState, data: Any, rng: b
                 "Save those of each rank of the model in a directory of their own: "
                 "ltx.checkpoint.save(f\"{path}/{mesh['model'].get_local_rank()}\", state.parts, axis=mesh['data'])."
             )
+        final = directory.step_path(base, state.step)
+        temporary = directory.hidden(base, final.name)
         if together.rank == 0:
             base.mkdir(parents=True, exist_ok=True)
-            final = directory.step_path(base, state.step)
             directory.put_back(base)
             if directory.run_of(final) not in (None, directory.runs.get(base)):
                 raise CheckpointError(
                     f"{final} was saved by another run. Give another directory, go on from what is there "
                     "(ltx.checkpoint.load), or remove it"
                 )
-            temporary.append(directory.hidden(base, final.name))
-            temporary[0].mkdir()
+            together.undo.callback(directory.remove, temporary)
+            temporary.mkdir()
         return (own, common, position), {
             "run": directory.runs.get(base),
             "to": [str(base), state.step],
             "common": digest(common, data=False),
             "data": digest(position),
-            "temporary": temporary[0].name if temporary else "",
+            "temporary": temporary.name,
         }
 
-    with _on_all_or_none(together, temporary):
+    with together.leaving():
         failed, after = "the checkpoint wasn't saved", " Earlier ones are as they were."
         (own, common, position), by_rank = together.exchange(offer, failed, after)
         for what, key, fix in (
@@ -314,7 +301,7 @@ def save_async(
         'step_00000000'
     """
     job = begin_saving("checkpoint.save_async", path, state, data, rng, keep, axis)
-    with _on_all_or_none(job.together, [job.temporary]):
+    with job.together.leaving():
         try:
             tensors = [piece.tensor.detach() for piece in job.pieces]
             # From an accelerator the copy is enqueued, after the work that computes the tensor.

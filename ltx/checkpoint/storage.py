@@ -7,7 +7,6 @@ and their tensors as pieces of their own. Nothing else is pickled, so reading ca
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -27,6 +26,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from ltx.checkpoint.directory import MISSING
 from ltx.core.base import private, tree
 from ltx.core.training.train_state import TrainState
+from ltx.core.transforms import compare
 from ltx.core.transforms.compare import bytes_of, values
 from ltx.core.transforms.strategy import LeafLayout
 from ltx.errors import CheckpointError, InputError, StepError
@@ -166,14 +166,10 @@ def decode(described: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Any:
     return walk(json.loads(bytes_of(values(described))))
 
 
-def digest(pieces: Iterable[Piece], data: bool = True) -> str:
+def digest(pieces: Sequence[Piece], data: bool = True) -> str:
     """A digest of the pieces' names, dtypes and sizes, and with `data` of their values."""
-    found = hashlib.sha256()
-    for piece in pieces:
-        found.update(f"{piece.name} {piece.tensor.dtype} {list(piece.size)} ".encode())
-        if data:
-            found.update(bytes_of(values(piece.tensor)))
-    return found.hexdigest()
+    described = [f"{piece.name} {piece.tensor.dtype} {list(piece.size)} " for piece in pieces]
+    return compare.hash_of(described + [compare.digest(values(piece.tensor)) for piece in pieces if data])
 
 
 Written = list[list[Any]]  #: for rank 0: (name, dtype, size, offsets, sizes, file, position, length) of each piece

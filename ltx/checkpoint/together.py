@@ -7,7 +7,7 @@ the background would need a group of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeVar
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -91,6 +91,7 @@ class Together:
         self._places = self._exchange.new_place()
         self._at = 0  # the last place at which this rank has announced something
         self._over = False  # all is said
+        self.undo = ExitStack()  # what this rank takes back if it leaves
 
     def exchange(self, make: Callable[[], tuple[T, Any]], failed: str, after: str = "") -> tuple[T, list[Any]]:
         """`make` returns a pair: return its first, and every rank's second, which is JSON. For the training's thread.
@@ -114,12 +115,12 @@ class Together:
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
-        """A context in which peers wait for this rank; if it raises, they learn of it wherever they might wait."""
+        """A context in which peers wait for this rank; if it raises, they learn of it at all places, and it undoes."""
         try:
             yield
         except BaseException as error:
             post, places = [None, said_of(error)], range(self._at + 1, max(self._at + 1, _HEARD) + 1)
-            with suppress(LtxError):  # peers will notice that this rank is unreachable
+            with self.undo, suppress(LtxError):  # peers will notice that this rank is unreachable
                 for at in places if not self._over else ():
                     if at == 1 and self.comm is not None:
                         self.comm.peers.exchange(self._signature, post, f"{self._places}/1", wait=False)

@@ -47,7 +47,7 @@ MUTANTS = (
     Mutant(
         "checkpoint: no rename -> "
         "a process that dies while it writes leaves half a checkpoint in the place of a whole one",
-        At("begin_saving.offer", "temporary.append(directory.hidden(base, final.name))", "temporary.append(final)"),
+        At("begin_saving.offer", "temporary = directory.hidden(base, final.name)", "temporary = final"),
         ("tests/internal/checkpoint/test_torn.py", "tests/internal/checkpoint/test_failures.py"),
     ),
     Mutant(
