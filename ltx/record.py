@@ -203,11 +203,7 @@ class _Recorder:
 
 
 def _warn(text: str) -> None:
-    try:
-        who = f"rank {world().rank}: "
-    except WorldError:  # the program has ended its world
-        who = ""
-    warnings.warn(f"record_messages: {who}{text}.", RuntimeWarning, stacklevel=4)
+    warnings.warn(f"record_messages: rank {world().rank}: {text}.", RuntimeWarning, stacklevel=4)
 
 
 def _new_axis(compared: bool = False, begun: int = 0, world: str = "") -> dict[str, Any]:
