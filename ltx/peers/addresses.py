@@ -86,14 +86,12 @@ def own_address_towards(host: str, port: int) -> str:
     return ""
 
 
-def interfaces() -> dict[str, str]:
-    """The IPv4 address of every network interface; "" for an interface without one."""
-    found = {}
+def interface_of(address: str) -> str:
+    """The name of the network interface that has this IPv4 address; "" if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
-            try:  # SIOCGIFADDR of Linux
-                reply = fcntl.ioctl(any_socket.fileno(), 0x8915, struct.pack("256s", name.encode()))
-                found[name] = socket.inet_ntoa(reply[20:24])
-            except OSError:
-                found[name] = ""
-    return found
+            with suppress(OSError):  # an interface without an address
+                reply = fcntl.ioctl(any_socket.fileno(), 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
+                if socket.inet_ntoa(reply[20:24]) == address:
+                    return name
+    return ""

@@ -20,7 +20,7 @@ from ltx.core.comm.backends import HOST_BLOCKING, look_out, looking_out
 from ltx.core.comm.passes import Failed
 from ltx.core.comm.transport import poll_until
 from ltx.core.world.world import Placement, World, process
-from ltx.peers.addresses import interfaces, is_loopback, open_store, own_address_towards
+from ltx.peers.addresses import interface_of, is_loopback, open_store, own_address_towards
 from ltx.peers.diagnosis import INIT, Status, Watched, silent_of
 from ltx.peers.patient_store import TimeoutStore
 from ltx.peers.store_exchange import StoreExchange
@@ -61,8 +61,7 @@ def meet(
     outside = [other for other in addresses if other and not is_loopback(other)]
     mine = addresses[world.rank]
     mine = own_address_towards(outside[0], port) if outside and is_loopback(mine) else mine
-    interface = next((name for name, its in interfaces().items() if its == mine != ""), "")
-    if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_of(mine)):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
         undo.callback(os.environ.pop, "GLOO_SOCKET_IFNAME", None)
     _refuse_shared_devices(meeting.exchange, world)

@@ -28,7 +28,7 @@ from ltx.core.training import TrainState
 from ltx.core.training.train_state import counted
 from ltx.core.training.train_step import TrainStep
 from ltx.errors import InputError, UnsupportedError
-from ltx.profile.shown import Shown, format_bytes, format_seconds, many
+from ltx.profile.shown import format_bytes, format_seconds, many
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -368,12 +368,18 @@ class Compared(NamedTuple):
     sent: float
 
 
-class Comparison(Shown, tuple[Compared, ...]):
-    """The candidates, fastest first; ``print`` shows them as a table."""
+class Comparison(tuple[Compared, ...]):
+    """The candidates, fastest first; ``print`` and notebooks show them as a table."""
 
-    def _parts(self) -> list[str | Table]:
+    def _table(self) -> Table:
         rows = [(x, format_seconds(s), f"{s / self[0].step_s:.2f}", format_bytes(round(sent))) for x, s, sent in self]
-        return [Table(("candidate", "a step", "to the first", "sent"), rows, (False, True, True, True))]
+        return Table(("candidate", "a step", "to the first", "sent"), rows, (False, True, True, True))
+
+    def __str__(self) -> str:
+        return str(self._table())
+
+    def _repr_html_(self) -> str:
+        return self._table()._repr_html_()
 
 
 def compare(candidates: dict[str, TrainStep], state: TrainState, *batch: Any, steps: int = 20) -> Comparison:

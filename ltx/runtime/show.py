@@ -16,7 +16,7 @@ from typing import Any, Generic, NamedTuple, TextIO, TypeVar
 from ltx.core.base.arguments import checked
 from ltx.core.base.readable import Table
 from ltx.core.world.world import world
-from ltx.profile.shown import Curves, Shown, format_seconds
+from ltx.profile.shown import curves, format_seconds
 
 T = TypeVar("T")
 
@@ -297,7 +297,7 @@ class LiveLine:
             write(self._stream, f"{line}\n")
 
 
-class Bar(LiveLine, Shown):
+class Bar(LiveLine):
     _WIDTH = 30
 
     def __init__(self, ranks: list[Reached]) -> None:
@@ -324,12 +324,15 @@ class Bar(LiveLine, Shown):
             html = self._repr_html_()
         self.draw("" if gone else self._text(), self.finished, reached.depth, html)
 
-    def _parts(self) -> list[str | Table | Curves]:
+    def _repr_html_(self) -> str:
+        from html import escape  # imported late: only notebooks need it
+
         names = dict.fromkeys(name for reached in self._ranks for name in reached.besides)
         rows = []
         for rank, reached in enumerate(self._ranks):
             rows.append((str(rank), str(reached.done), *(_brief(reached.besides.get(name, "")) for name in names)))
-        return [self._text(), Table(("rank", "step", *names), rows, [True] * (2 + len(names))), Curves(self._curves)]
+        table = Table(("rank", "step", *names), rows, [True] * (2 + len(names)))
+        return f"<div><pre>{escape(self._text())}</pre>{table._repr_html_()}{curves(self._curves)}</div>"
 
     def _text(self) -> str:
         done, furthest = (pick(reached.done for reached in self._ranks) for pick in (min, max))
