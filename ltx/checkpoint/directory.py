@@ -1,8 +1,4 @@
-"""Checkpoints on disk: one directory for each step, which exists whole or not at all.
-
-It is written to a hidden directory, with a manifest of every file's size and SHA-256, and renamed when all of it has
-reached the disk. No run replaces or removes another run's; a process that loads one continues its run.
-"""
+"""Checkpoints on disk: a directory for each step, which exists whole or not at all, as ltx.checkpoint.save says."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The records that ranks write about themselves, and pure functions that tell a waiting rank whether it waits in vain.
 
-A rank has one record in the store, which its watcher writes (:mod:`ltx.peers.watcher`): a beat, whom it finds
-silent, where it is on each of its axes, and which of its threads have waited for long.
+A rank has one record in the store, which its watcher writes (:mod:`ltx.peers.watcher`).
 
 Deadlocks: if one rank alone calls a collective, it waits there while its peers wait in the next step, and no rank has
 issued what another waits for. A thread that has waited for a second writes down the issue and the channel that it waits

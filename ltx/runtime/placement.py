@@ -72,11 +72,6 @@ class Variables:
             "Launchers set it; unset it and the launcher's other variables to run as a world of one."
         )
 
-    def check_world_size(self, value: int, because: str) -> None:
-        """Raise unless WORLD_SIZE is absent, or is `value`."""
-        if "WORLD_SIZE" in self.environ:
-            self.number("WORLD_SIZE", value, value, because)
-
     def master_port(self, default: int | None = None) -> int:
         return self.number("MASTER_PORT", 1, 65535, "a port at MASTER_ADDR where the ranks meet", default)
 
@@ -145,7 +140,8 @@ def slurm_placement(variables: Variables) -> Placement:
     local_size = _local_size(variables, size, num_nodes, node_rank, f"{sizes}={size}", f"{nodes}={num_nodes}")
     below_both = f"below the node's {local_size} tasks and at most SLURM_PROCID={rank}"
     local_rank = variables.number("SLURM_LOCALID", 0, min(local_size - 1, rank), below_both)
-    variables.check_world_size(size, f"as {sizes}={size}; unset WORLD_SIZE, or start as many tasks")
+    as_many = f"as {sizes}={size}; unset WORLD_SIZE, or start as many tasks"
+    variables.number("WORLD_SIZE", size, size, as_many, size)
     master = None
     if size > 1:
         address, jobs = _slurm_address(variables), variables.first("SLURM_JOB_ID", "SLURM_JOBID")
@@ -218,7 +214,8 @@ def mpi_placement(
     mine = variables.number(local_sizes, 1, world_size, of_node, 1 if alone else None)
     below = f"below {local_sizes}={mine} and at most {rank}={my_rank}"
     local = variables.number(local_ranks, 0, min(mine - 1, my_rank), below, 0 if alone else None)
-    variables.check_world_size(world_size, f"as {size}={world_size}; unset WORLD_SIZE, or start as many processes")
+    as_many = f"as {size}={world_size}; unset WORLD_SIZE, or start as many processes"
+    variables.number("WORLD_SIZE", world_size, world_size, as_many, world_size)
     found = node_of(my_rank, world_size, local, mine)
     if "GROUP_RANK" in environ or "GROUP_WORLD_SIZE" in environ:
         others = world_size - mine

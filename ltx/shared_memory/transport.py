@@ -8,8 +8,6 @@ chunks, and each chunk goes through three phases:
        into its own slot                                                                        -> reduced
     3. every rank copies its result out of the slots, or reduces a small chunk out of them      -> emptied
 
-Buckets of gradients are packed in the segment (:meth:`SharedMemoryTransport.room`): a rank tells where inputs begin.
-
 Each rank owns three counters that only it writes: how many chunks it has filled, reduced and emptied. A rank does the
 next phase of a chunk when its peers' counters allow it. There is no thread for this: any thread that issues or waits
 advances the transport, and a lock admits one at a time. Only a wait blocks, and it checks every 0.1 s whether its
@@ -57,7 +55,8 @@ from ltx.shared_memory.chunks import CHUNK_BYTES, CUTS, NO_CHUNK, Chunk, Job, in
 
 SLOTS = 8  # for chunks
 COUNTERS_BYTES = 4096  # before the first slot
-#: After the slots: the room for inputs of reductions, which needn't be copied. Untouched pages of it take no memory.
+#: After the slots: the room for inputs of reductions, such as buckets of gradients, which needn't be copied. Untouched
+#: pages of it take no memory.
 ROOM = SLOTS * CHUNK_BYTES
 SEGMENT_BYTES = COUNTERS_BYTES + ROOM + (1 << 30)
 _PAGE_BYTES = 4096
@@ -154,7 +153,7 @@ class SharedMemoryTransport:
         work = TransportWork(self)
         try:
             with private.below_all(), torch.no_grad() if torch.is_grad_enabled() else NOTHING:
-                out = buffer if (entry := OPERATIONS[operation]).in_place else entry.new_result(buffer, self.size)
+                out = OPERATIONS[operation].new_result(buffer, self.size)
                 chunks = list(CUTS[operation](Job(buffer, out, arguments, self.rank, self.size)))
         except Exception as error:  # for example without memory; peers would wait for this rank
             self._fail(error)

@@ -52,8 +52,7 @@ def make_group(
     try:
         meeting, apart = HandedIn.meeting(placement, world, timeout, heartbeat_s, undo, meanwhile)
         set_up_watchdog()
-        torchs: Any = c10d
-        torchs._world.group_count = 0  # the number names the group; after a failure torch leaves it at 1
+        c10d._world.group_count = 0  # the number names the group; after a failure torch leaves it at 1
         with connecting():
             limit, size = timeout + LATER, world.size
             dist.init_process_group(world.backend, store=apart, rank=world.rank, world_size=size, timeout=limit)

@@ -108,10 +108,9 @@ def init(
         "timeout": _duration("timeout", timeout, DEFAULT_TIMEOUT),
         "heartbeat_timeout": _duration("heartbeat_timeout", heartbeat_timeout, DEFAULT_HEARTBEAT),
         "mesh": None if mesh is None else tuple(mesh.items()),
+        "placement": HandedIn.launchers.placement_from_arguments(rank, size, master, local_rank, local_size),
     }
     asked = {name: value for name, value in named.items() if value is not None}  # what was left out agrees with any
-    if (told := HandedIn.launchers.placement_from_arguments(rank, size, master, local_rank, local_size)) is not None:
-        asked["placement"] = told
     session = process.session
     if session is not None and session.pid != os.getpid():
         if dist.is_initialized():
