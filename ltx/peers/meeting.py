@@ -53,7 +53,7 @@ def meet(
     # torch, in this world: it is abandoned if gloo still waits on it at the end.
     apart = world_store.clone()  # type: ignore[attr-defined]
     meeting = Meeting(world_store, world, timeout.total_seconds(), heartbeat_s)
-    meanwhile.enter_context(meeting)
+    meanwhile.push(meeting.end)
     meanwhile.enter_context(looking_out(meeting.look))
     addresses = meeting.gather(own_address_towards(address, port))
     meeting.watcher.expect_answers()
@@ -107,10 +107,7 @@ class Meeting(Watched):
         self._store = TimeoutStore(store, self.watcher.store_caller)
         self.exchange = StoreExchange(self._store, world.rank, world.size, timeout_s, list)
 
-    def __enter__(self) -> Meeting:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def end(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """The world is made, or has failed: the peers hear why, as the store may end with this process."""
         if error is not None and not self._told:
             self._failed = Failed(f"{type(error).__name__}: {error}".partition("\n")[0], lost=False)

@@ -61,7 +61,6 @@ ROOM = SLOTS * CHUNK_BYTES
 SEGMENT_BYTES = COUNTERS_BYTES + ROOM + (1 << 30)
 _PAGE_BYTES = 4096
 _LINE_WORDS = 64 // 8
-#: Counters: how many chunks the rank has filled, reduced and emptied.
 FILLED, REDUCED, EMPTIED = (i * _LINE_WORDS for i in range(3))
 TAGS = 3 * _LINE_WORDS  # one for each slot
 SUMS = TAGS + SLOTS  # one for each slot

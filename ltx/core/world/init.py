@@ -120,28 +120,28 @@ def init(
             )
         session = None
         worlds.forget()
-    # The user may have destroyed the default group, which other libraries expect after ltx.init.
-    own = session is not None and session.world.launcher != "user" and session.settings["placement"].master is not None
-    has_failed = session is not None and (comm.has_failed(of_peers=True) or (own and not dist.is_initialized()))
-    if session is not None and has_failed:
-        session = again(session)
     if session is None:
-        session = process.session = start(asked)
+        process.session = start(asked)
         HandedIn.launchers.note_uncaught(worlds.abandon)
         atexit.unregister(shutdown)  # register it once; it runs before handlers that were registered earlier
         atexit.register(shutdown)
-    else:
-        for name, new in asked.items():
-            old = session.settings[name]
-            if name == "placement":
-                name, old, new = "(rank, size, master)", _place(old), _place(new)
-            if new != old:
-                old, new = (dict(value) if name == "mesh" else value for value in (old, new))
-                raise WorldError(
-                    f"rank {session.world.rank}: ltx.init was called before with {name}={old!r} and now with "
-                    f"{name}={new!r}. Call ltx.shutdown() on every rank first, or use the same {name}."
-                )
-        session.holds += not has_failed
+        return process.session.world
+    # The user may have destroyed the default group, which other libraries expect after ltx.init.
+    own = session.world.launcher != "user" and session.settings["placement"].master is not None
+    has_failed = comm.has_failed(of_peers=True) or (own and not dist.is_initialized())
+    if has_failed:
+        session = again(session)
+    for name, new in asked.items():
+        old = session.settings[name]
+        if name == "placement":
+            name, old, new = "(rank, size, master)", _place(old), _place(new)
+        if new != old:
+            old, new = (dict(value) if name == "mesh" else value for value in (old, new))
+            raise WorldError(
+                f"rank {session.world.rank}: ltx.init was called before with {name}={old!r} and now with {name}={new!r}"
+                f". Call ltx.shutdown() on every rank first, or use the same {name}."
+            )
+    session.holds += not has_failed
     return session.world
 
 
