@@ -78,9 +78,7 @@ _OF_STATE = (
 
 
 def explain_apart(axis_name: str, by_rank: Sequence[Said], late: bool) -> LtxError:
-    """What ranks whose digests differ have said of them; nothing if a peer is at another place. `late`: the host has
-    gone on meanwhile.
-    """
+    """The error where ranks' digests differ, by what they have said of them; `late`: the host has gone on meanwhile."""
     axis = f"axis {axis_name!r}"
     applied = "Nothing of this step was applied."
     if late:

@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import Any
 
 LTX_HOME = Path(__file__).resolve().parents[1]
-_SHOWN = "LTX_TRACEBACKS"
 
 
 def is_installed(file: str | None) -> bool:
@@ -51,7 +50,7 @@ def is_ours(filename: str) -> bool:
 
 def is_hidden(filename: str) -> bool:
     """Whether tracebacks leave frames of this file out: ltx's, unless ``LTX_TRACEBACKS=full`` asks for them."""
-    return os.environ.get(_SHOWN) != "full" and is_ours(filename)
+    return os.environ.get("LTX_TRACEBACKS") != "full" and is_ours(filename)
 
 
 def label(filename: str) -> str:
