@@ -18,7 +18,7 @@ from types import TracebackType
 
 from ltx.core.base.arguments import brief, is_whole
 from ltx.core.base.errors import WorldError, message_of
-from ltx.core.world.world import Placement
+from ltx.core.world.world import Placement, abandon
 from ltx.runtime.placement import Variables, is_slurm_task, mpi_placement, node_of, slurm_placement
 from ltx.runtime.tracebacks import place_of_error
 
@@ -211,8 +211,8 @@ def note_failure(error: BaseException) -> None:
         setattr(error, _NOTED, True)
 
 
-def note_uncaught(then: Callable[[BaseException], None]) -> None:
-    """In a rank: note the exception that ends the program, and call `then` with it."""
+def note_uncaught() -> None:
+    """In a rank: report the exception that ends the program, to the launcher and to the peers."""
     before = sys.excepthook
     if getattr(before, _NOTED, False):
         return
@@ -220,7 +220,7 @@ def note_uncaught(then: Callable[[BaseException], None]) -> None:
     def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         note_failure(error)
         before(kind, error, where)
-        then(error)
+        abandon(error)
 
     setattr(hook, _NOTED, True)
     sys.excepthook = hook

@@ -28,6 +28,7 @@ import pickle
 import sys
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from graphlib import CycleError, TopologicalSorter
@@ -365,9 +366,8 @@ def _cached(fn: Callable[..., Any], parameters: dict[str, Any]) -> Any:
 def _warn_if_large(fn: Any, nbytes: int) -> None:
     if nbytes <= LARGE_BYTES:
         return
-    sizes = {name: size for name, value in _held(fn).items() if (size := _nbytes(value))}
-    held = sorted(sizes.items(), key=lambda item: -item[1])[:3]
-    named = ", ".join(f"{name!r} with {size / 1e6:.0f} MB" for name, size in held)
+    sizes = Counter({name: _nbytes(value) for name, value in _held(fn).items()})
+    named = ", ".join(f"{name!r} with {size / 1e6:.0f} MB" for name, size in sizes.most_common(3) if size)
     warnings.warn(
         f"{name_of(fn)} carries {nbytes / 1e6:.0f} MB along to the workers at each call"
         + (f": {named}" if named else "")

@@ -122,7 +122,7 @@ def init(
         worlds.forget()
     if session is None:
         process.session = start(asked)
-        HandedIn.launchers.note_uncaught(worlds.abandon)
+        HandedIn.launchers.note_uncaught()
         atexit.unregister(shutdown)  # register it once; it runs before handlers that were registered earlier
         atexit.register(shutdown)
         return process.session.world
