@@ -161,14 +161,14 @@ class Opened(NamedTuple):
     def has(self, name: str) -> bool:
         return name in self.metadata.state_dict_metadata
 
-    def like(self, name: str) -> tuple[torch.Size, torch.dtype]:
+    def like(self, name: str) -> torch.Tensor:
+        """A tensor without values, of the shape and dtype of what is saved as `name`."""
         entry: Any = self.metadata.state_dict_metadata[name]
-        return entry.size, entry.properties.dtype
+        return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
 
     def structure(self, name: str) -> Any:
         parts = takewhile(self.has, (f"{name}.{number}" for number in count()))
-        likes = {each: self.like(each) for each in (name, *parts)}
-        pieces = [Piece(each, torch.empty(shape, dtype=dtype, device="cpu")) for each, (shape, dtype) in likes.items()]
+        pieces = [Piece(each, torch.empty_like(self.like(each), device="cpu")) for each in (name, *parts)]
         storage.read(self.path, self.metadata, pieces)
         try:
             described, *tensors = (piece.tensor for piece in pieces)
@@ -246,18 +246,17 @@ def _pieces(opened: Opened, leaf: Piece, per_rank: str, layout: StateLayout) -> 
         )
     else:
         names = [name_on(rank, leaf.name) for rank in range(opened.saved_ranks)]
-    for name in names:
-        (shape, dtype), here = opened.like(name), leaf.size
-        if leaf.kind == "sharded" and len(shape) == 1:
-            fits = abs(shape[0] - here[0]) < max(opened.saved_ranks, leaf.parts)  # each is padded for its ranks
+    wanted = torch.empty(leaf.size, dtype=leaf.tensor.dtype, device="meta")
+    for saved in map(opened.like, names):
+        if leaf.kind == "sharded" and saved.ndim == 1:
+            fits = abs(len(saved) - len(wanted)) < max(opened.saved_ranks, leaf.parts)  # each is padded for its ranks
         else:
-            fits = shape == here
-        if not fits or dtype != leaf.tensor.dtype:
-            saved = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
-            wanted = f"{str(leaf.tensor.dtype).removeprefix('torch.')}{list(here)}"
+            fits = saved.shape == wanted.shape
+        if not fits or saved.dtype != wanted.dtype:
             raise InputError(
-                f"checkpoint.load: leaf {leaf.name!r} was saved as {saved}, and is {wanted} in the state. Build the "
-                f"state with the model, optimizer and strategy that it was saved with ({opened.manifest['strategy']})."
+                f"checkpoint.load: leaf {leaf.name!r} was saved as {tree.describe(saved)}, and is "
+                f"{tree.describe(wanted)} in the state. Build the state with the model, optimizer and strategy that it "
+                f"was saved with ({opened.manifest['strategy']})."
             )
     averaged = leaf.tensor.is_floating_point() or leaf.tensor.is_complex()
     room = torch.clone if leaf.kind == "sharded" else torch.empty_like  # padding that wasn't saved stays as from init
