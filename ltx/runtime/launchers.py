@@ -161,20 +161,13 @@ def _torchrun_placement(variables: Variables) -> Placement:
 
 _BY_TORCHRUN = "Start the processes with torchrun, or set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
 _BY_SRUN, _BY_MPIRUN = "Start the processes with srun", "Start the processes with mpirun"
-_pmi = partial(
-    mpi_placement,
-    rank="PMI_RANK",
-    size="PMI_SIZE",
-    local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-    local_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-)
+_pmi = partial(mpi_placement, prefix="PMI", local_rank=("MPI_LOCALRANKID",), local_size=("MPI_LOCALNRANKS",))
 
 
 def _mpirun(name: str, prefix: str, *job: str) -> Launcher:
     """The row of an mpirun with variables such as ``{prefix}_RANK``. `job`: variables that may hold the job's id."""
-    rank, size, local_rank, local_size = (f"{prefix}_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-    reads = partial(mpi_placement, rank=rank, size=size, local_rank=(local_rank,), local_size=(local_size,), job=job)
-    return Launcher(name, (rank, size), _has(rank), reads, _BY_MPIRUN)
+    marks = f"{prefix}_RANK", f"{prefix}_SIZE"
+    return Launcher(name, marks, _has(marks[0]), partial(mpi_placement, prefix=prefix, job=job), _BY_MPIRUN)
 
 
 def _has(*names: str) -> Callable[[Mapping[str, str]], bool]:

@@ -202,14 +202,17 @@ def first_host(hosts: str) -> str | None:
 
 
 def mpi_placement(
-    variables: Variables, rank: str, size: str, local_rank: Names, local_size: Names, job: Names = ()
+    variables: Variables, prefix: str, local_rank: Names = (), local_size: Names = (), job: Names = ()
 ) -> Placement:
-    """The placement from these variables. If a value has several names, the first that is set counts."""
-    environ = variables.environ
+    """The placement from variables such as ``{prefix}_RANK``. `local_rank`, `local_size`: other names that come first,
+    where they are set. `job`: variables that may hold the job's id.
+    """
+    environ, rank, size = variables.environ, f"{prefix}_RANK", f"{prefix}_SIZE"
     world_size = variables.number(size, 1, None, "the number of processes")
     my_rank = variables.number(rank, 0, world_size - 1, f"below {size}={world_size}")
     alone = world_size == 1
-    local_sizes, local_ranks = variables.first(*local_size), variables.first(*local_rank)
+    local_ranks = variables.first(*local_rank, f"{prefix}_LOCAL_RANK")
+    local_sizes = variables.first(*local_size, f"{prefix}_LOCAL_SIZE")
     of_node = f"the number of processes of the node, at most {size}={world_size}"
     mine = variables.number(local_sizes, 1, world_size, of_node, 1 if alone else None)
     below = f"below {local_sizes}={mine} and at most {rank}={my_rank}"
