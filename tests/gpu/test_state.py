@@ -21,12 +21,6 @@ def test_objects(workers: Any) -> None:
     assert list(workers.run(run)) == [[(DEVICE, [0.0, 1.0, 2.0], "a")] * 2]
 
 
-def test_results_of_a_worker(workers: Any) -> None:
-    """They come to a process that doesn't use the GPU."""
-    (found,) = workers.run(lambda: torch.arange(3.0, device=DEVICE).cpu())
-    assert found.tolist() == [0.0, 1.0, 2.0]
-
-
 def test_a_checkpoint(workers: Any, tmp_path: Path) -> None:
     """Saved at once and in the background of steps that overwrite the state; loaded, training goes on as it did."""
 

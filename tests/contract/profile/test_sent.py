@@ -255,11 +255,12 @@ BESIDE: dict[str, tuple[ltx.Strategy, optim.Optimizer, dict[str, Any], list[Issu
         {},
         [[PART, ("exchange 0", "psum", 8), PARTS]] * 3,  # the sum of squares is in double precision
     ),
+    "frozen parameters": (ltx.DDPStrategy(), SGD, {"trainable": "w"}, [[("bucket 0", "psum", 12)]] * 3),
     "clipping what all share": (ltx.DDPStrategy(), optim.chain(optim.clip_by_global_norm(1.0), SGD), {}, [[WHOLE]] * 3),
 }
 
 
-@pytest.mark.parametrize("name", some(BESIDE, "the guard on parts", "clipping parts"))
+@pytest.mark.parametrize("name", some(BESIDE, "the guard on parts", "clipping parts", "frozen parameters"))
 def test_what_is_sent_beside_gradients(ranks: Ranks, name: str) -> None:
     strategy, optimizer, options, steps = BESIDE[name]
     params, inputs = problem(2)
@@ -277,12 +278,6 @@ def test_parts_of_the_axis(ranks: Ranks) -> None:
     for traces in ranks(4).run(of_steps, trainer(InNodes()), params, inputs[:1]):
         assert [*map(sent_in_training, traces)] == expected
     assert [*map(sent_in_training, of_steps(trainer(InNodes()), params, inputs[:1]))] == expected
-
-
-def test_frozen_parameters_arent_sent() -> None:
-    params = {name: torch.ones(40) for name in "abc"}
-    (trace,) = of_steps(ltx.train_step(_step(hooks.AllReduce()), SGD, trainable=["a", "c"]), params, torch.ones(1, 2))
-    assert sum(packed.nbytes for packed in trace.packed) == 2 * 160
 
 
 PARAMS = {name: torch.ones(60) for name in "abcd"}
