@@ -87,7 +87,7 @@ MUTANTS = (
     Mutant(
         "comm: signatures aren't compared -> ranks with different shapes read each other's memory",
         At("Negotiation.compare_at", "self._refuse(dict(enumerate(posts)))", ""),
-        "tests/contract/comm/test_axis_comm.py::test_new_signatures_that_differ",
+        "tests/contract/comm/test_axis_comm.py::test_signatures_that_differ",
     ),
     Mutant(
         "comm: nothing is looked for while a rank polls the store -> "
