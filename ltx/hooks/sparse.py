@@ -1,10 +1,7 @@
 """TopK and RandomK: send some numbers of each bucket; error feedback sends the others later.
 
-    TopK:     C(x) = x where |x| is among the k greatest of a row, else 0         |C(x) - x|^2 <= (1 - k/d) |x|^2
-    RandomK:  C(x) = x at one random place of each of k strata, else 0          E|C(x) - x|^2 =  (1 - k/d) |x|^2
-
-The bounds are definition 2.1 of Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", NeurIPS 2018. RandomK's
-places are the same on all ranks, so that only a sum of k numbers is sent.
+TopK:     C(x) = x where |x| is among the k greatest of a row, else 0         |C(x) - x|^2 <= (1 - k/d) |x|^2
+RandomK:  C(x) = x at one random place of each of k strata, else 0          E|C(x) - x|^2 =  (1 - k/d) |x|^2
 """
 
 from __future__ import annotations
@@ -22,13 +19,25 @@ from ltx.hooks.lossy import CompressedAllReduce, Compression, CompressionResult,
 _LONG, _EVERY = 1 << 16, 101
 
 
-def _check_ratio(hook: TopK | RandomK) -> None:
-    if not 0 < hook.ratio <= 1:
-        raise StrategyError(f"{type(hook).__name__}.ratio must be more than 0 and at most 1, got {brief(hook.ratio)}.")
+@dataclass(frozen=True)
+class SparseHook(LossyHook):
+    """The base of TopK and RandomK, which send the fraction `ratio` of the numbers."""
+
+    ratio: float = 0.01
+    error_feedback: bool = field(default=True, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.ratio <= 1:
+            what = f"{type(self).__name__}.ratio"
+            raise StrategyError(f"{what} must be more than 0 and at most 1, got {brief(self.ratio)}.")
+
+    def _count(self, m: int) -> int:
+        return max(1, round(self.ratio * m))
 
 
 @dataclass(frozen=True)
-class TopK(CompressedAllReduce):
+class TopK(SparseHook, CompressedAllReduce):
     """Sends the greatest numbers of each rank's part of a bucket, with their places.
 
     Args:
@@ -44,13 +53,6 @@ class TopK(CompressedAllReduce):
         >>> ltx.vmap(lambda g: ltx.sync_gradients(g, strategy)[0])(grads)[0]
         tensor([0., 8., 4., 0.])
     """
-
-    ratio: float = 0.01
-    error_feedback: bool = field(default=True, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_ratio(self)
 
     def encode(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
         return self._message(rows, self._places(rows))
@@ -76,9 +78,6 @@ class TopK(CompressedAllReduce):
         places, _ = from_message(messages, start, count, torch.int32)
         return values.new_zeros((messages.shape[0], m)).scatter(1, places.long(), values)
 
-    def _count(self, m: int) -> int:
-        return max(1, round(self.ratio * m))
-
 
 def greatest(row: torch.Tensor, count: int) -> torch.Tensor:
     """The places of the `count` greatest absolute values of a long row, as topk finds them, in a sixth of its time:
@@ -102,8 +101,8 @@ def greatest(row: torch.Tensor, count: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class RandomK(LossyHook):
-    """Sends numbers at random places, the same on all ranks: one in each stretch of 1/ratio numbers.
+class RandomK(SparseHook):
+    """Sends a sum of numbers at random places, the same on all ranks: one in each stretch of 1/ratio numbers.
 
     Args:
         ratio: the fraction of the numbers that is sent.
@@ -111,7 +110,7 @@ class RandomK(LossyHook):
         error_feedback: keep the other numbers for the next step. Without it a number that is sent is multiplied by the
             length of its stretch, so that the expectation is the mean.
 
-    Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", NeurIPS 2018, definition 2.1.
+    Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", NeurIPS 2018, definition 2.1, TopK's too.
 
     Example:
         >>> import ltx
@@ -121,17 +120,11 @@ class RandomK(LossyHook):
 
     reads_step: ClassVar[bool] = True
 
-    ratio: float = 0.01
     seed: int = 0
-    error_feedback: bool = field(default=True, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_ratio(self)
 
     def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
         flat, numel = inputs.flat, inputs.flat.numel()
-        count = max(1, round(self.ratio * numel))
+        count = self._count(numel)
         edges = torch.arange(count + 1, device=flat.device) * numel // count
         lengths = edges.diff()
         key = noise.key_of(self.seed, inputs.step, inputs.bucket.index, device=flat.device)
