@@ -57,7 +57,7 @@ class NodeStrategy(Strategy):
 
 
 def refuse_complex(strategy: Strategy, params: Tree) -> None:
-    """Raise if a strategy that keeps real numbers of each parameter gets a complex one."""
+    """Raise if a strategy that works on real numbers gets a complex parameter."""
     for path, leaf in zip(tree.leaf_paths(params), tree.flatten(params)[0], strict=True):
         if leaf.is_complex():
             needs.require("complex, strategy", strategy, f"train.init: parameter {path!r}, {tree.describe(leaf)},")

@@ -56,6 +56,7 @@ from ltx.hooks.plain import EXACT, resolve_hook, resolved
 from ltx.optim.clipping import ClipByGlobalNorm
 from ltx.optim.combine import members_of, with_members
 from ltx.strategies import StateLayout, States, StepInfo, Strategy, Updated
+from ltx.strategies.nodes import refuse_complex
 from ltx.typing import Tree
 
 
@@ -145,11 +146,7 @@ class ZeroStrategy(Strategy):
                 )
         if self.updates_in_buckets:
             return as_shards(state, axis)
-        if any(x.is_complex() for x in tree.flatten(parts)[0]):
-            raise StrategyError(
-                f"{self!r} codes differences of real parameters, and some are complex. Leave comm_hook out, or keep "
-                "their real and imaginary parts apart (torch.view_as_real)."
-            )
+        refuse_complex(self, params)  # the hook codes real differences
         unsent = tree.map(lambda x: torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)), parts)
         return CodedShards(**vars(as_shards(state, axis)) | {"unsent": unsent})
 
@@ -238,7 +235,7 @@ class Shards:
 
 
 class CodedShards(Shards):
-    """:class:`Shards` of a strategy with a lossy hook."""
+    """:class:`Shards` of a strategy with a lossy hook, which a step of another strategy refuses by their class."""
 
 
 for _cls in (Shards, CodedShards):
