@@ -75,7 +75,7 @@ class Partition(Optimizer):
         gives_gradients = self.offers.moves_params is False
         for label, member in self.members:
             at = [i for i, part in enumerate(parts) if part.label == label]
-            lists = [grads[i] for i in at], [parts[i].inner for i in at], [params[i] for i in at]
+            lists = [grads[i] for i in at], [parts[i].parts[0] for i in at], [params[i] for i in at]
             if at and not gives_gradients:
                 optimizers.apply_leaves(member, *lists, state[label])
             elif at:

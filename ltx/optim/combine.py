@@ -20,17 +20,10 @@ Tensors = list[Tensor]
 class LeafPart(dict[str, Tensor]):
     """A leaf's part of the state of an optimizer that wraps others, with the inner optimizers' parts of this leaf."""
 
-    def __init__(self, *parts: dict[str, Tensor], label: str = "", place: int = 0, **own: Tensor) -> None:
-        super().__init__({name: x for part in parts for name, x in part.items()}, **own)
+    def __init__(self, *parts: dict[str, Tensor], label: str = "") -> None:
+        super().__init__({name: x for part in parts for name, x in part.items()})
         self.parts = parts  # the inner optimizers' parts; they share this dict's tensors
         self.label = label  # in a partition: the label of the leaf's optimizer
-        self.place = place  # the leaf's place in the tree, on which noise depends
-
-    @property
-    def inner(self) -> dict[str, Tensor]:
-        """The inner optimizer's part, if there is only one."""
-        (part,) = self.parts
-        return part
 
 
 class LeafTransform(Optimizer):
