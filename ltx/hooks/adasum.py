@@ -1,10 +1,7 @@
 """adasum: an adaptive sum of vectors, in which their common component counts once; and the hook that takes it.
 
-    adasum(a, b) = (1 - <a,b> / 2|a|^2) a + (1 - <a,b> / 2|b|^2) b
-    adasum(x_0, ..., x_{n-1}) = adasum(adasum of the first half, adasum of the second half)
-
-Orthogonal vectors are added; equal and collinear vectors are averaged. Maleki et al., "Scaling distributed
-training with adaptive summation", MLSys 2021; the recursion over ranks r xor l for l = 1, 2, 4, ... is its figure 4.
+adasum(a, b) = (1 - <a,b> / 2|a|^2) a + (1 - <a,b> / 2|b|^2) b
+adasum(x_0, ..., x_{n-1}) = adasum(adasum of the first half, adasum of the second half)
 """
 
 from __future__ import annotations
@@ -38,11 +35,10 @@ class Halving:
     `sizes`: lengths of the tensor's parts, each a vector; `rank`: a 0-dim tensor on simulated ranks and in graphs.
     """
 
-    def __init__(self, sizes: Sequence[int], n: int, rank: int | torch.Tensor, dtype: torch.dtype):
+    def __init__(self, sizes: Sequence[int], n: int, rank: int | torch.Tensor):
         self.sizes = list(sizes)
         self.n = n
         self.rank = rank
-        self.dtype = dtype
         self.depth = self.levels(n)
         self._numel = sum(sizes)
         self._width = -(-self._numel // n)
@@ -124,7 +120,7 @@ class Halving:
     def combined(self, a: torch.Tensor, b: torch.Tensor, summed: torch.Tensor, level: int) -> torch.Tensor:
         """The adasum of the two blocks."""
         weight_a, weight_b = (self._by_element(weights, level) for weights in self.weights(summed, level))
-        return (weight_a.view(a.shape) * a + weight_b.view(b.shape) * b).to(self.dtype)
+        return (weight_a.view(a.shape) * a + weight_b.view(b.shape) * b).to(a.dtype)
 
     def _by_element(self, weights: torch.Tensor, level: int) -> torch.Tensor:
         if isinstance(self.rank, torch.Tensor):
@@ -183,8 +179,8 @@ def adasum(value: Tree, axis: Any = None) -> Tree:
 
     A rank sends 2(n-1)/n of the tensors and at most 48 n bytes a tensor, in 2 log2 n + 1 collectives for each dtype.
 
-    Source: Maleki et al., "Scaling distributed training with adaptive summation", MLSys 2021, sections 3 and 4;
-    Horovod's ``op=hvd.Adasum``.
+    Source: Maleki et al., "Scaling distributed training with adaptive summation", MLSys 2021, sections 3 and 4,
+    figure 4 for the recursion; Horovod's ``op=hvd.Adasum``.
     """
     n = collectives.axis_size(axis)
     Halving.levels(n)
@@ -194,7 +190,7 @@ def adasum(value: Tree, axis: Any = None) -> Tree:
     for kind in dict.fromkeys((x.dtype, x.device) for x in leaves):
         places = [i for i, x in enumerate(leaves) if (x.dtype, x.device) == kind]
         sizes = [leaves[i].numel() for i in places]
-        halving = Halving(sizes, n, rank, kind[0])
+        halving = Halving(sizes, n, rank)
         piece = halving.rows(torch.cat([leaves[i].reshape(-1) for i in places]))
         for level in range(halving.depth):
             partners = halving.partners(level)
@@ -254,7 +250,7 @@ class Adasum(CommHook):
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         flat = inputs.flat
-        halving = Halving(inputs.bucket.sizes, inputs.axis_size, inputs.rank, flat.dtype)
+        halving = Halving(inputs.bucket.sizes, inputs.axis_size, inputs.rank)
         if halving.n == 1 or not flat.numel():
             return flat, inputs.states
         piece = halving.rows(flat)

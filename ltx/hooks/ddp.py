@@ -1,8 +1,4 @@
-"""Hooks of DistributedDataParallel: from_torch runs torch's hooks in steps of ltx, to_torch runs hooks of ltx in DDP.
-
-A hook of torch's issues its own collectives, also in callbacks, whose order between buckets differs between ranks. So
-ltx waits for each bucket's future before it gives the hook the next bucket, once all gradients are there.
-"""
+"""Hooks of DistributedDataParallel: from_torch runs torch's hooks in steps of ltx, to_torch runs ltx's hooks in DDP."""
 
 # Annotations must not be strings: DDP compares a hook's annotations with the classes themselves.
 
@@ -166,8 +162,9 @@ def from_torch(hook: TorchHook, state: Any = None) -> FromTorch:
     * Its state belongs to the caller and changes while it runs. It isn't part of the communication state, so a step
       that is repeated, or fails halfway, has changed the state all the same. State that is kept by the bucket's index,
       such as PowerSGD's, is valid while the buckets stay the same.
-    * The step waits for each bucket's future before the next bucket, once all gradients are there: nothing overlaps. In
-      return, hooks that under DDP on gloo abort or hang with several buckets run here.
+    * It issues collectives of its own, also in callbacks, whose order differs between ranks. So the step waits for each
+      bucket's future before the next bucket, once all gradients are there: nothing overlaps. In return, hooks that
+      under DDP on gloo abort or hang with several buckets run here.
     * It runs eagerly and between processes only. Second derivatives use the exact mean.
     * :func:`ltx.profile.record` doesn't see what it sends.
 

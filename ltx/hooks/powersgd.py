@@ -4,9 +4,7 @@
     P = orthonormalised(M Q),   Q' = M^T P,   M^ = P Q'^T,   e_r = M_r - M^ / n
 
 Vogels, Karimireddy and Jaggi, "PowerSGD", NeurIPS 2019, algorithm 1 and 2. M Q and M^T P are sums over ranks, so two
-all-reduces of thin matrices replace one of the gradient. With the last Q' as the next Q (warm start) the iteration
-continues from step to step; with more iterations a step, M^ approaches the best matrix of that rank. P and Q are held
-transposed: it is fastest.
+all-reduces of thin matrices replace one of the gradient. P and Q are held transposed: it is fastest.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
     steps s > w:        m = what the strategy has made of every rank's momentum,  v as it was after step w
     at each:            x = x - lr / (1 - b1^s) * m / (sqrt(v) / sqrt(1 - b2^s) + eps)
 
-Tang et al., "1-bit Adam", ICML 2021, algorithm 1, in the form of Bagua's QAdamOptimizer, whose bias corrections keep
-moving while v is frozen. What happens between the ranks is :class:`ltx.strategies.qadam.QAdam`.
+What happens between the ranks is :class:`ltx.strategies.qadam.QAdam`.
 """
 
 from __future__ import annotations
@@ -134,7 +133,8 @@ def qadam(
         ltx.errors.OptimError: `warmup_steps` is too small, or torch's Adam refuses another argument. The optimizer's
             methods raise it for complex or sparse parameters.
 
-    Source: Tang et al., "1-bit Adam", ICML 2021, algorithm 1.
+    Source: Tang et al., "1-bit Adam", ICML 2021, algorithm 1, in the form of Bagua's QAdamOptimizer, whose bias
+    corrections keep moving while the second moment is frozen.
 
     Example:
         >>> import torch, ltx

@@ -5,8 +5,7 @@
     v      <- mu v + d,    a <- a - lr (d + mu v)               Nesterov's momentum, as torch.optim.SGD has it
     w_r    <- (1 - alpha) a + alpha w_r                         alpha is 0 except in "Streaming DiLoCo"
 
-Douillard et al., "DiLoCo: Distributed low-communication training of language models", 2023, algorithm 1, and "Streaming
-DiLoCo with overlapping communication", 2025, algorithm 2. With lr = 1 and mu = 0 it is local SGD.
+With lr = 1 and mu = 0 it is local SGD.
 """
 
 from __future__ import annotations
@@ -71,7 +70,8 @@ class DiLoCoStrategy(Strategy):
             an `outer_hook` of two phases, as ByteGrad or error feedback; at the initialisation of training, more
             fragments than parameters, or complex parameters; a step from a state that was broadcast during a send.
 
-    Source: "DiLoCo", 2023, algorithm 1; "Streaming DiLoCo", 2025, algorithm 2. Schedule, names: torchft's ``DiLoCo``.
+    Source: Douillard et al., "DiLoCo: Distributed low-communication training of language models", 2023, algorithm 1;
+    "Streaming DiLoCo with overlapping communication", 2025, algorithm 2. Schedule, names: torchft's ``DiLoCo``.
 
     Example:
         >>> import torch, ltx

@@ -8,9 +8,8 @@ all ranks first train together for some steps.
     with several periods H_1 < H_2 < ...:
               w_r <- mean_s w_s over r's group of n_i ranks     with the greatest H_i that divides t
 
-Stich, "Local SGD converges fast and communicates little", ICLR 2019; Lin, Stich, Patel and Jaggi, "Don't use large
-mini-batches, use local SGD", ICLR 2020. T is `warmup_steps`, H is `period`. The schedules are those of torch's
-PeriodicModelAverager and HierarchicalModelAverager. With `at_end`, t + 1 stands for t in the conditions of averages.
+T is `warmup_steps`, H is `period`. The schedules are those of torch's PeriodicModelAverager and
+HierarchicalModelAverager. With `at_end`, t + 1 stands for t in the conditions of averages.
 """
 
 from __future__ import annotations
@@ -64,7 +63,8 @@ class LocalSGDStrategy(Strategy):
     Raises:
         StrategyError: (a ValueError) a field's value isn't allowed; in ``init``: several ranks that aren't such groups.
 
-    Source: Stich, ICLR 2019; Lin et al., ICLR 2020; torch's ``PostLocalSGDOptimizer`` with ``post_localSGD_hook``.
+    Source: Stich, "Local SGD converges fast and communicates little", ICLR 2019; Lin et al., "Don't use large
+    mini-batches, use local SGD", ICLR 2020; torch's ``PostLocalSGDOptimizer`` with ``post_localSGD_hook``.
 
     Example:
         >>> import torch, ltx
