@@ -149,9 +149,7 @@ class Chain(LossyHook):
         needs.require("chain, inner hook", self.inner, f"chain: {self.hook!r}")
         needs.require("state in a chain, inner hook", self.inner, f"chain: {self.hook!r}")
         if self.error_feedback:
-            fed = with_error_feedback(self.hook)
-            if fed is not None:  # the chain uses this hook's state
-                object.__setattr__(self, "hook", fed)
+            object.__setattr__(self, "hook", with_error_feedback(self.hook) or self.hook)  # whose state the chain uses
         elif isinstance(self.hook, LossyHook) and self.hook.error_feedback:
             object.__setattr__(self, "error_feedback", True)
         if self.error_feedback:
