@@ -29,27 +29,11 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from ltx import extend
 from ltx.errors import RankMismatchError, StrategyError
-from ltx.extend import (
-    Axis,
-    Bucket,
-    Exchange,
-    LeafState,
-    Old,
-    Optimizer,
-    Packing,
-    PostUpdateHook,
-    PostUpdateResult,
-    Reduced,
-    Update,
-    arguments,
-    buffers,
-    comm,
-    communicate_after_update,
-    exchange,
-    tree,
-)
+from ltx.extend import Axis, Bucket, Exchange, LeafState, Packing, Update, arguments, buffers, comm, exchange, tree
 from ltx.hooks import AllReduce, BucketInput, ByteGrad, CollectiveRequest, CommHook, Reduction
+from ltx.optim import Optimizer
 from ltx.strategies import States, StepInfo, Updated
 from ltx.strategies.ddp import APART
 from ltx.strategies.nodes import ByNode, NodeHook, NodeStrategy, refuse_complex
@@ -255,12 +239,12 @@ class LowPrecisionDecentralized(GossipStrategy):
         params, opt_state = update.apply()
         if not self.communicates(info.step):
             return Updated(params, opt_state, states, pending)
-        updated = communicate_after_update(self, self._ring, update, params, opt_state, states, info)
+        updated = extend.communicate_after_update(self, self._ring, update, params, opt_state, states, info)
         return replace(updated, pending=pending)
 
 
 @dataclass(frozen=True)
-class Ring(NodeHook, PostUpdateHook):
+class Ring(NodeHook, extend.PostUpdateHook):
     """A round: takes weights after the optimizer, returns {name of what messages are added to: a row for each mate}."""
 
     state_names: ClassVar[tuple[str, ...]] = ("own", "left", "right")
@@ -304,17 +288,17 @@ class Ring(NodeHook, PostUpdateHook):
             arrived = [message[None] for message in messages]
         return inputs.flat.new_empty(0), [dict(zip(names, arrived, strict=True))]
 
-    def written(self, old: Old) -> list[torch.Tensor]:
+    def written(self, old: extend.Old) -> list[torch.Tensor]:
         return [*old.params, *(state[name] for state in old.states for name in self.known(old.axis_size))]
 
-    def finish_bucket(self, bucket: Bucket, reduced: Reduced, old: Old) -> PostUpdateResult:
+    def finish_bucket(self, bucket: Bucket, reduced: extend.Reduced, old: extend.Old) -> extend.PostUpdateResult:
         if not bucket.numel:
-            return PostUpdateResult(old.params, old.states)
+            return extend.PostUpdateResult(old.params, old.states)
         (messages, *_) = reduced[1]
         states, names, dtype = old.states, list(messages), self.packing(bucket.dtype, old.axis_size).dtype
         if old.may_overwrite and dtype is bucket.dtype:
             known = [{**state, "right": state[names[-1]]} for state in states]
-            return PostUpdateResult(old.params, known, partial(_move, messages, states, old.params))
+            return extend.PostUpdateResult(old.params, known, partial(_move, messages, states, old.params))
         moved = []
         for name, rows in messages.items():
             width = -(-bucket.numel // len(rows))
@@ -322,7 +306,7 @@ class Ring(NodeHook, PostUpdateHook):
             moved.append(_moved([state[name] for state in states], change, bucket))
         by_leaf = zip(*(buffers.unpack(x, bucket, cast=False) for x in (moved[0], moved[1], moved[-1])), strict=True)
         known = [dict(zip(self.state_names, leaf, strict=True)) for leaf in by_leaf]
-        return PostUpdateResult(buffers.unpack(moved[0], bucket), known)
+        return extend.PostUpdateResult(buffers.unpack(moved[0], bucket), known)
 
 
 def _moved(leaves: Sequence[torch.Tensor], change: torch.Tensor, bucket: Bucket) -> torch.Tensor:

@@ -15,26 +15,9 @@ from typing import Any, Literal, TypeGuard
 
 import torch
 
-from ltx import hooks
+from ltx import extend, hooks
 from ltx.errors import StrategyError, UnsupportedError
-from ltx.extend import (
-    Axis,
-    Bucket,
-    LeafState,
-    Old,
-    Packing,
-    PostUpdateHook,
-    PostUpdateResult,
-    Reduced,
-    Update,
-    arguments,
-    around,
-    buffers,
-    collectives,
-    communicate_after_update,
-    optimizers,
-    tree,
-)
+from ltx.extend import Axis, Bucket, LeafState, Packing, Update, arguments, buffers, collectives, optimizers, tree
 from ltx.hooks.combined import in_half
 from ltx.hooks.plain import EXACT, resolve_hook, resolved
 from ltx.optim import Optimizer
@@ -209,7 +192,7 @@ class HorovodStrategy(Strategy):
             if info.axis.size == 1 or update.finite is False:
                 return Updated(*update.apply(), states, pending)
             given, opt_state = update.optimizer.apply(update.grads, update.opt_state, update.params)
-            moved = communicate_after_update(self, self._moves, update, given, opt_state, states, info)
+            moved = extend.communicate_after_update(self, self._moves, update, given, opt_state, states, info)
             params, opt_state = update.if_finite((moved.params, opt_state), (update.params, update.opt_state))
             return replace(moved, params=params, opt_state=opt_state, pending=pending)
         params, opt_state = replace(update, optimizer=self._on(update.optimizer, info.axis)).apply()
@@ -259,7 +242,7 @@ def _matching(groups: tuple[tuple[str, ...], ...], paths: tuple[str, ...]) -> tu
 PASSES = "passes"  #: the key in the communication state of the sum of a parameter's gradients since the last update
 
 
-@around("hook")
+@extend.around("hook")
 @dataclass(frozen=True)
 class Scaled(hooks.CommHook):
     """`hook`, with Horovod's scaling of gradients, and for the gradients of several passes."""
@@ -325,12 +308,12 @@ START = "start"  #: the key of a parameter's value before its move
 
 
 @dataclass(frozen=True)
-class AdasumOfMoves(hooks.Adasum, PostUpdateHook):
+class AdasumOfMoves(hooks.Adasum, extend.PostUpdateHook):
     """Moves the old parameters by the adaptive sum of the ranks' moves. Packing subtracts the new parameters from the
     old ones, in one pass; the adaptive sum of negated moves is the negated adaptive sum of moves, to the bit.
     """
 
-    def begun(self, old: Old) -> list[LeafState]:
+    def begun(self, old: extend.Old) -> list[LeafState]:
         return [{START: start} for start in old.params]
 
     def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
@@ -340,8 +323,8 @@ class AdasumOfMoves(hooks.Adasum, PostUpdateHook):
         total, _ = yield from super().reduce(inputs)
         return total, ()
 
-    def finish_bucket(self, bucket: Bucket, reduced: Reduced, old: Old) -> PostUpdateResult:
+    def finish_bucket(self, bucket: Bucket, reduced: extend.Reduced, old: extend.Old) -> extend.PostUpdateResult:
         back = buffers.unpack(reduced[0], bucket)
         if old.may_overwrite:
-            return PostUpdateResult(old.params, old.states, partial(torch._foreach_sub_, [*old.params], back))
-        return PostUpdateResult([torch.sub(p, b) for p, b in zip(old.params, back, strict=True)], old.states)
+            return extend.PostUpdateResult(old.params, old.states, partial(torch._foreach_sub_, [*old.params], back))
+        return extend.PostUpdateResult([torch.sub(p, b) for p, b in zip(old.params, back, strict=True)], old.states)

@@ -29,25 +29,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ltx import extend
 from ltx.errors import StrategyError
-from ltx.extend import (
-    Axis,
-    Bucket,
-    LeafState,
-    Old,
-    Optimizer,
-    Packing,
-    PostUpdateHook,
-    PostUpdateResult,
-    Reduced,
-    Update,
-    around,
-    buffers,
-    communicate_after_update,
-    exchange,
-    needs,
-    tree,
-)
+from ltx.extend import Axis, Bucket, LeafState, Optimizer, Packing, Update, around, buffers, exchange, needs, tree
 from ltx.hooks import AllReduce, BucketInput, CollectiveRequest, CommHook, Reduction
 from ltx.hooks.combined import After, in_half
 from ltx.hooks.half import HalfHook
@@ -167,7 +151,7 @@ class ZeroStrategy(Strategy):
         if axis.size == 1:
             after = [whole(new, old) for new, old in zip(tree.flatten(parts)[0], leaves, strict=True)]
             return Updated(tree.unflatten(spec, after), as_shards(opt_state, axis), states, pending)
-        shared = communicate_after_update(self, AllParts(), update, parts, opt_state, states, info)
+        shared = extend.communicate_after_update(self, AllParts(), update, parts, opt_state, states, info)
         return replace(shared, opt_state=as_shards(opt_state, axis), pending=pending)
 
     def _coded(
@@ -368,7 +352,7 @@ def _in_order(rows: Tensor, inputs: BucketInput) -> Tensor:
 
 
 @dataclass(frozen=True)
-class PartUpdated(MeanPart, PostUpdateHook):
+class PartUpdated(MeanPart, extend.PostUpdateHook):
     """Reduce-scatters gradients, updates this rank's part, and all-gathers the new parameters."""
 
     phases: ClassVar[int] = 2
@@ -395,13 +379,15 @@ class PartUpdated(MeanPart, PostUpdateHook):
         given = update(mine.to(inputs.bucket.dtype).split(widths))
         return (yield CollectiveRequest("all_gather", torch.cat(given) if len(given) > 1 else given[0])), ()
 
-    def finish_bucket(self, bucket: Bucket, reduced: Reduced, old: Old) -> PostUpdateResult:
+    def finish_bucket(self, bucket: Bucket, reduced: extend.Reduced, old: extend.Old) -> extend.PostUpdateResult:
         if not bucket.numel:
-            return PostUpdateResult(old.params, old.states)
+            return extend.PostUpdateResult(old.params, old.states)
         blocks = reduced[0].split([width(x.numel(), old.axis_size) for x in old.params], 1)
         if old.may_overwrite:
-            return PostUpdateResult(old.params, old.states, partial(_joined, blocks, old.params))
-        return PostUpdateResult([whole(block, x) for block, x in zip(blocks, old.params, strict=True)], old.states)
+            return extend.PostUpdateResult(old.params, old.states, partial(_joined, blocks, old.params))
+        return extend.PostUpdateResult(
+            [whole(block, x) for block, x in zip(blocks, old.params, strict=True)], old.states
+        )
 
 
 @dataclass(frozen=True)

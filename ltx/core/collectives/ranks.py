@@ -19,15 +19,7 @@ from ltx.core.base import traced, tree
 from ltx.core.base.arguments import checked
 from ltx.core.base.containers import PLAIN, advice_for
 from ltx.core.base.errors import AxisError, TreeError, UnsupportedError
-from ltx.core.collectives.calls import (
-    check_dense,
-    check_sums,
-    in_graph_index,
-    known_rank,
-    negotiate_tree,
-    prepare_trace,
-    refuse_leaves,
-)
+from ltx.core.collectives import calls
 from ltx.core.collectives.psum import axis_size
 from ltx.typing import Tree
 
@@ -48,7 +40,7 @@ def axis_index(axis: Any = None) -> torch.Tensor:
         >>> ltx.vmap(lambda x: x * ltx.axis_index())(torch.ones(3))
         tensor([0., 1., 2.])
     """
-    return in_graph_index(prepare_trace(axis)) if traced.recording() else comm.resolve(axis).index()
+    return calls.in_graph_index(calls.prepare_trace(axis)) if traced.recording() else comm.resolve(axis).index()
 
 
 def begun(
@@ -59,13 +51,13 @@ def begun(
     """
     leaves, spec = tree.flatten(value)
     tree.check_leaves(leaves, value, f"{name}: its argument")
-    refuse_leaves(name, leaves, value, is_bad, why, TreeError)
+    calls.refuse_leaves(name, leaves, value, is_bad, why, TreeError)
     if traced.recording():
         return leaves, spec, axis_index(axis)
-    check_dense(name, leaves, value)
-    check_sums(name, leaves, value)
+    calls.check_dense(name, leaves, value)
+    calls.check_sums(name, leaves, value)
     found = comm.resolve(axis)
-    negotiate_tree(name, value, leaves, spec, [() for _ in leaves], found)
+    calls.negotiate_tree(name, value, leaves, spec, [() for _ in leaves], found)
     return leaves, spec, found.rank
 
 
@@ -134,7 +126,7 @@ def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
                 [3, 4]])
     """
     size = axis_size(axis)
-    rank, name = known_rank(axis), axis if traced.recording() else comm.resolve(axis).name
+    rank, name = calls.known_rank(axis), axis if traced.recording() else comm.resolve(axis).name
 
     def part(path: str, x: Any) -> Any:
         parts: Sequence[Any]
