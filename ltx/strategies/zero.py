@@ -279,22 +279,16 @@ in_half.register(MeanPart, lambda hook, dtype: replace(hook, short=dtype))
 
 @around("codec")
 @dataclass(frozen=True)
-class Coded(CommHook):
-    """The base of hooks that send messages of `codec`, once."""
+class CodedPart(CommHook):
+    """As :class:`MeanPart`, in messages of `codec`: rank r gets the r-th part of the sum of what ranks sent."""
 
     exact: ClassVar[bool] = False
+    alike: ClassVar[bool] = False
     reach: ClassVar[str] = "bucket"
     sums: ClassVar[bool] = False
     phases: ClassVar[int] = 1
 
     codec: CompressedAllReduce
-
-
-@dataclass(frozen=True)
-class CodedPart(Coded):
-    """As :class:`MeanPart`, in messages: rank r gets the r-th part of the sum of what ranks sent."""
-
-    alike: ClassVar[bool] = False
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         if not inputs.flat.numel():
@@ -405,9 +399,10 @@ class AllParts(PartUpdated):
 
 
 @dataclass(frozen=True)
-class CodedParts(Coded):
+class CodedParts(CodedPart):
     """Gathers the messages of all ranks; the result is what they hold, a row for each rank."""
 
+    alike: ClassVar[bool] = True
     state_names: ClassVar[tuple[str, ...]] = ()
 
     def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
