@@ -220,9 +220,7 @@ def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
 @lru_cache(maxsize=64)
 def _consecutive(count: int, arrival: tuple[int, ...]) -> tuple[int, ...]:
     """Horovod's split of the parameters into `count` groups: the first groups have one more if they aren't equal."""
-    least, more = divmod(len(arrival), count)
-    lengths = [least + (group < more) for group in range(count)]
-    numbers = [group for group, length in enumerate(lengths) for _ in range(length)]
+    numbers = sorted(place % count for place in range(len(arrival)))
     groups = dict(zip(reversed(arrival), numbers, strict=True))
     return tuple(groups[place] for place in range(len(arrival)))
 
