@@ -1,9 +1,8 @@
 """axis_index, rank_seed and shard: each rank's index, random seed, and part of a batch.
 
-:func:`ltx.shard` and :func:`ltx.accumulate` cut a batch by the same rule. A batch's tensors have one length along dim
-0, with an entry a sample; 0-dim tensors, numbers and strings aren't cut. A list or tuple without tensors, such as
-texts, is cut if it is as long as the batch. One of containers of one structure is a list of records, as long as the
-batch, or of fields, in which tensors are as long as the batch. If it could be either, the call raises.
+:func:`ltx.accumulate` cuts a batch by the rule of :func:`ltx.shard`. A list of containers of one structure is one of
+records, as long as the batch, or of fields, in which tensors are as long as the batch. If it could be either, the call
+raises.
 """
 
 from __future__ import annotations
