@@ -22,7 +22,6 @@ from torch import Tensor
 from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import brief, checked, whole
 from ltx.core.base.errors import OptimError
-from ltx.core.base.tree import describe, flatten
 from ltx.core.gradients.planning import any_derivative
 from ltx.core.optim.base import Optimizer, TorchState, check_grads, differentiated, leaf_name
 from ltx.typing import Tree
@@ -95,10 +94,10 @@ class ClassOptimizer(Optimizer):
 
     @checked("donate")
     def update(self, grads: Tree, state: TorchState, params: Tree, *, donate: bool = False) -> tuple[Tree, TorchState]:
-        leaves, spec = flatten(params)
+        leaves, spec = tree.flatten(params)
         copies = spec.unflatten([leaf.clone() for leaf in leaves]) if donate else params
         new_params, new_state = self.apply(grads, state, copies, donate=donate)
-        news = flatten(new_params)[0]
+        news = tree.flatten(new_params)[0]
         # Nobody else holds `news`, so they can be overwritten.
         minus = Tensor.sub if differentiated(news, leaves) else Tensor.sub_
         return spec.unflatten(map(minus, news, leaves)), new_state
@@ -159,7 +158,7 @@ def _hashable(cls: type, key: str, value: Any) -> Any:
     name = cls.__name__
     _check_finite(cls, key, value)
     if isinstance(value, list | tuple):
-        flatten(value)
+        tree.flatten(value)
         return tuple(_hashable(cls, key, item) for item in value)
     if isinstance(value, Tensor):
         raise OptimError(f"from_torch({name}): {key} holds a tensor; optimizers compare by value, so give a number.")
@@ -204,7 +203,7 @@ def number_in(name: str, x: Tensor) -> float | Tensor:
 
 def check_params(cls: type, params: Tree, fused: Sequence[bool] | None) -> None:
     """Raise for parameters that `cls` can't update. `fused`: whether leaves have fused kernels, if required."""
-    for index, param in enumerate(flatten(params)[0]):
+    for index, param in enumerate(tree.flatten(params)[0]):
         problem = None
         if not (param.is_floating_point() or param.is_complex()):
             problem = "parameters must be floating or complex"
@@ -217,7 +216,8 @@ def check_params(cls: type, params: Tree, fused: Sequence[bool] | None) -> None:
         elif fused is not None and not fused[index]:
             problem = f"torch has no fused kernel that works for it on {param.device.type}; leave fused out"
         if problem:
-            raise OptimError(f"from_torch({cls.__name__}): {leaf_name(params, index)} is {describe(param)}: {problem}.")
+            which = f"{leaf_name(params, index)} is {tree.describe(param)}"
+            raise OptimError(f"from_torch({cls.__name__}): {which}: {problem}.")
 
 
 def check_class_grads(cls: type, grads: Sequence[Tensor | None], params: Sequence[Tensor], tree: Tree = None) -> None:

@@ -14,9 +14,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from ltx.core.base import private, traced
 from ltx.core.base.arguments import brief
 from ltx.core.base.errors import InputError, TreeError, UnsupportedError
-from ltx.core.transforms import closure_check
 from ltx.core.transforms.calls_again import record, recording_calls
-from ltx.core.transforms.closure_check import Members
+from ltx.core.transforms.closure_check import Members, refuse_max_norm
 from ltx.core.transforms.swap import Swap
 from ltx.typing import Tree
 
@@ -157,7 +156,7 @@ def _look_at_trace_time(module: nn.Module) -> tuple[bool, tuple[str, ...]]:
     found = bool(members.tied()), tuple([buffer.path for buffer in members.buffers])
     if not private.in_transform():
         return found
-    closure_check.refuse_max_norm(module)
+    refuse_max_norm(module)
     for path, part in module.named_modules():
         if isinstance(part, nn.RNNBase):
             where = f", {path!r} of this {type(module).__name__}" if path else ""

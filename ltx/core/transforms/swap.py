@@ -18,8 +18,7 @@ from ltx.core.base.arguments import brief
 from ltx.core.base.errors import StepError
 from ltx.core.gradients.marker import Marker
 from ltx.core.ranks.axis import axes_in_scope
-from ltx.core.transforms import closure_check
-from ltx.core.transforms.closure_check import Members, placed, version_of
+from ltx.core.transforms.closure_check import Members, hooked_text, own_written, placed, same_values, version_of
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,7 +84,7 @@ class Swap:
                 continue
             node: Any = put.grad_fn  # a train step differentiates with respect to nothing above its markers
             if put.is_leaf or (Marker.made(node) and not node.schedule.fenced):
-                raise StepError(closure_check.hooked_text(f"{what}: parameter {name!r} of {type(module).__name__}"))
+                raise StepError(hooked_text(f"{what}: parameter {name!r} of {type(module).__name__}"))
         return swap
 
     def done(self, returns: bool = False) -> dict[str, torch.Tensor]:
@@ -93,7 +92,7 @@ class Swap:
         after, self._after = self._after, {}  # one may be the output itself, whose graph mustn't hold it
         members, name = self.members, type(self.members.module).__name__
         if members.buffers:
-            closure_check.own_written((b for b in members.buffers if b.path not in self.tensors), name)
+            own_written((b for b in members.buffers if b.path not in self.tensors), name)
         if not self.first:
             return {}
         if removed := next((at for at, x in after.items() if not isinstance(x, torch.Tensor)), None):
@@ -106,8 +105,8 @@ class Swap:
             return {name: x.detach() if x.is_leaf and x.requires_grad else x for name, x in after.items()}
         values = {name: (private.unwrapped(self.tensors[name]), x) for name, x in self._values.items() if x is not None}
         written = next((name for name, (x, version, _) in self.first.items() if version_of(x) != version), None)
-        if written is None and values and not closure_check.same_values(*zip(*values.values(), strict=True)):
-            written = next(name for name, (now, was) in values.items() if not closure_check.same_values([now], [was]))
+        if written is None and values and not same_values(*zip(*values.values(), strict=True)):
+            written = next(name for name, (now, was) in values.items() if not same_values([now], [was]))
         if written is not None:
             raise StepError(
                 f"{members.what}: {name} wrote to {written!r}, a buffer that it was given, and what it wrote would "
