@@ -39,6 +39,9 @@ from ltx.strategies.ddp import APART
 from ltx.strategies.nodes import ByNode, NodeHook, NodeStrategy, refuse_complex
 from ltx.typing import Tree
 
+_BITS = 20  # ranks compare their numbers of steps modulo 2 to this power
+_CODEC = ByteGrad()
+
 
 @dataclass(frozen=True, kw_only=True)
 class GossipStrategy(NodeStrategy):
@@ -67,9 +70,6 @@ class GossipStrategy(NodeStrategy):
 
     def hook(self, step: int) -> None:
         return None
-
-
-_BITS = 20  # ranks compare their numbers of steps modulo 2 to this power
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,9 +191,6 @@ def step_tag(step: int, like: torch.Tensor) -> torch.Tensor:
     bits = [step >> place & 1 for place in range(_BITS)]
     tag = torch.tensor([*bits, *(1 - bit for bit in bits)], dtype=like.dtype, device="cpu")
     return comm.to_device(tag, like.device)
-
-
-_CODEC = ByteGrad()
 
 
 @dataclass(frozen=True, kw_only=True)

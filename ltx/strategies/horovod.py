@@ -24,6 +24,9 @@ from ltx.optim import Optimizer
 from ltx.strategies import StateLayout, States, StepInfo, Strategy, Updated
 from ltx.typing import Tree
 
+#: The keys of a parameter's state: the sum of its gradients since the last update; its value before its move.
+PASSES, START = "passes", "start"
+
 
 @dataclass(frozen=True, kw_only=True)
 class HorovodStrategy(Strategy):
@@ -237,9 +240,6 @@ def _matching(groups: tuple[tuple[str, ...], ...], paths: tuple[str, ...]) -> tu
     return tuple(found.get(path, -1) for path in paths)
 
 
-PASSES = "passes"  #: the key in the communication state of the sum of a parameter's gradients since the last update
-
-
 @extend.around("hook")
 @dataclass(frozen=True)
 class Scaled(hooks.CommHook):
@@ -300,9 +300,6 @@ def with_scaled_lr(optimizer: Optimizer, factor: int) -> Optimizer:
             f"{optimizer!r} isn't one of. Scale its rate yourself."
         )
     return scaled
-
-
-START = "start"  #: the key of a parameter's value before its move
 
 
 @dataclass(frozen=True)

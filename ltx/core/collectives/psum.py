@@ -25,6 +25,12 @@ from ltx.core.collectives.uneven import gathered, told
 from ltx.core.comm.operations import as_it_is
 from ltx.typing import Tree
 
+GradScale = Literal["sum", "mean"]
+#: The dtypes whose sums over ranks may overflow although the mean fits.
+NARROW = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32)
+# The length of the message sent before sparse tensors: a digest of the tree, and the number of entries of each leaf.
+_HEADER = 32
+
 add_rule(
     name="psum",
     stacked=lambda xs, n, static: (xs.sum(0, dtype=xs.dtype), False),
@@ -299,9 +305,6 @@ def axis_size(axis: Any = None) -> int:
     return math.prod(comm.resolve(part).size for part in comm.kinds_of(axis))
 
 
-GradScale = Literal["sum", "mean"]
-
-
 class ScaledGradient(Function):
     """The identity; its backward pass multiplies the cotangent by `factor`. Forward mode raises."""
 
@@ -338,10 +341,6 @@ def scale_gradient(value: Tree, axis: Any, grad_scale: GradScale, factor: Callab
     return tree.map(lambda x: _scaled(x, by) if isinstance(x, torch.Tensor) else x, value)
 
 
-#: The dtypes whose sums over ranks may overflow although the mean fits.
-NARROW = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32)
-
-
 def countable(value: Tree, dtypes: Sequence[torch.dtype] = (torch.bool,)) -> Tree:
     """`value`, with tensors of `dtypes` as int64. For booleans torch.sum does so too, and backends' sums differ."""
     return tree.map(lambda x: x.long() if isinstance(x, torch.Tensor) and x.dtype in dtypes else x, value)
@@ -356,10 +355,6 @@ def split_sparse(value: Tree) -> tuple[Tree, Tree]:
     """(`value` with None in place of dense leaves, `value` with None in place of sparse leaves)."""
     sparse = tree.map(lambda x: x if is_sparse(x) else None, value)
     return sparse, tree.masked(value, sparse, there=False)
-
-
-# The length of the message sent before sparse tensors: a digest of the tree, and the number of entries of each leaf.
-_HEADER = 32
 
 
 def psum_sparse(name: str, whole: Tree, value: Tree, axis: Any) -> Tree:

@@ -40,6 +40,9 @@ _CALL = stateless._functional_call.__code__
 #: The tensors to which a function refers and that required no grad when it was looked at: it is again if one does.
 _frozen: WeakKeyDictionary[Any, WeakTensorKeyDictionary] = WeakKeyDictionary()
 _FLAG = attrgetter("requires_grad")
+_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+#: What torch says of a write, to a tensor that simulated ranks share, of values that differ between them.
+_IN_PLACE = ("which will be updated in place, were not batched", "that would mutate a captured Tensor")
 
 
 def edges(nodes: Iterable[Any], ends: Callable[[Any], bool] = lambda _: False) -> Iterator[tuple[Any, Any, int]]:
@@ -189,7 +192,6 @@ def _looking(fn: Any, given: Sequence[Any], params: Tree) -> Iterator[bool]:
     except RuntimeError as error:
         if " of Marker is a view" in str(error):
             raise StepError(_WRITES.format("a parameter that it was given and that is trained")) from error
-        # torch can't write values that differ between simulated ranks to a tensor that the ranks share.
         norms = [
             f"{f'{path}.running_mean' if path else 'running_mean'!r} of {type(module).__name__}"
             for module in modules
@@ -238,9 +240,6 @@ def first_hooked(tensors: Sequence[torch.Tensor]) -> int | None:
     """The place of the first tensor that has hooks for its gradient; None if none has."""
     with private.plain_tensors():
         return next((place for place, hooks in enumerate(map(_HOOKS, tensors)) if any(hooks)), None)
-
-
-_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def hooked_text(which: str) -> str:
@@ -481,6 +480,3 @@ def _referred(value: Any) -> list[Any]:
 def _names(code: Any) -> Sequence[str]:
     inner = [name for constant in code.co_consts if inspect.iscode(constant) for name in _names(constant)]
     return [*code.co_names, *inner]
-
-
-_IN_PLACE = ("which will be updated in place, were not batched", "that would mutate a captured Tensor")

@@ -25,6 +25,10 @@ _START = (
     "draw different numbers after one seed: make parameters outside of it, or with randomness='same'. "
     "Where ranks are meant to have parameters of their own, ltx.block_backward_sync(step) keeps gradients local."
 )
+_FIX = (
+    "Fix: start from the same values on every rank (train.init(params), or ltx.broadcast(params)), and change them by "
+    "synchronised steps alone."
+)
 #: Tensors with their paths.
 Leaves = Sequence[tuple[str, torch.Tensor]]
 
@@ -115,12 +119,6 @@ def bytes_of(x: torch.Tensor) -> bytes:
     """The bytes of a tensor that :func:`values` returned, without NumPy."""
     x = x.cpu()
     return ctypes.string_at(x.data_ptr(), x.numel() * x.itemsize)
-
-
-_FIX = (
-    "Fix: start from the same values on every rank (train.init(params), or ltx.broadcast(params)), and change them by "
-    "synchronised steps alone."
-)
 
 
 def check_in_debug(axis: Axis, params: Tree) -> None:
