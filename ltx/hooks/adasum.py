@@ -29,8 +29,7 @@ class Halving:
     At level l = 0, 1, 2, ... a rank has 1/2^l of the adasum of a block of 2^l ranks. It sends half of its piece to rank
     r xor 2^l and gets half of that rank's piece (permute); the ranks of both blocks add up their parts of the inner
     products (sum), and each then has 1/2^(l+1) of the adasum of both blocks. In the end every rank gets the pieces of
-    all ranks (all_gather). So a rank sends 2(n-1)/n of the tensor, as in a ring, and at most 48 n bytes for each part.
-    :func:`adasum` is the loop over levels.
+    all ranks (all_gather). :func:`adasum` is the loop over levels.
 
     `sizes`: lengths of the tensor's parts, each a vector; `rank`: a 0-dim tensor on simulated ranks and in graphs.
     """

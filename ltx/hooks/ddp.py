@@ -311,9 +311,7 @@ class ToTorch:
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of this rank's state, which differs between ranks: "step", the number of steps so far, and "params",
-        each parameter's tensors by name. Keys are parameters, so that buckets may change.
-
-        Without `names` the keys are numbers, in the order in which DDP first showed the parameters.
+        each parameter's tensors by name, or by number if there are no `names`; so buckets may change.
         """
         held = {name: state for name, state in {**self._loaded, **self._states}.items() if state}
         return {"step": self.step, "params": tree.map(lambda x: x.detach().clone(), held)}
