@@ -16,6 +16,8 @@ from ltx.hooks.half import BF16, FP16
 from ltx.hooks.lossy import Compression, CompressionResult, LossyHook
 from ltx.hooks.plain import EXACT, Noop
 
+_HALVES: dict[torch.dtype, CommHook] = {torch.float16: FP16(), torch.bfloat16: BF16()}
+
 
 def furthest(hooks: Sequence[CommHook]) -> str:
     """The `reach` of hooks together: an element depends on what any of them makes it depend on."""
@@ -270,9 +272,6 @@ def _chained(hook: CommHook, inner: CommHook) -> CommHook:
     if isinstance(inner, Several):
         return inner.of(lambda member: _chained(hook, member))
     return Chain(hook, inner)
-
-
-_HALVES: dict[torch.dtype, CommHook] = {torch.float16: FP16(), torch.bfloat16: BF16()}
 
 
 @arguments.checked("hook", "dtype")

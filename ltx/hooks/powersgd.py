@@ -24,6 +24,8 @@ from ltx.hooks.lossy import Compression, CompressionResult, LossyHook, by_greate
 from ltx.hooks.plain import EXACT
 
 Q = "q"
+#: Below this many numbers, an accelerator takes less time for a matrix' product than for the call that starts it.
+_SMALL = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -258,10 +260,6 @@ def _assembled(
         if less is not None:
             torch._foreach_sub_([parts[m].view(-1) for m in sums], list(sums.values()), alpha=less)
     return total
-
-
-#: Below this many numbers, an accelerator takes less time for a matrix' product than for the call that starts it.
-_SMALL = 1 << 20
 
 
 def multiply_all(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> list[Tensor]:

@@ -31,16 +31,6 @@ from ltx.typing import Tree
 Tensors = list[Tensor]
 TorchState = optimizers.TorchState
 
-
-def from_class(
-    cls: type[torch.optim.Optimizer], lr: Any = None, start_step: int = 0, **kwargs: Any
-) -> optimizers.ClassOptimizer:
-    """:func:`ltx.optim.from_torch` without groups."""
-    with suppress(optimizers.NotGatheredError):
-        return optimizers.TorchOptimizer(cls, lr, kwargs, start_step=start_step)
-    return ThirdParty(cls, lr, kwargs, start_step=start_step)
-
-
 _ELSE = (
     "Write it as a pair of functions, ltx.optim.from_functions; or have an instance of the class step on the gradients "
     "of ltx.grad, in a loop of your own."
@@ -49,6 +39,24 @@ _ELSE = (
 # Prefixes of keys mark tensors that stand for a number or for None in an instance's state, and keys that aren't plain
 # text. _BEGUN is the key of the flag that says whether a parameter's state has begun, on the CPU, as the host reads it.
 _NUMBER, _NONE, _KEY, _BEGUN = "number ", "none ", "key ", "has begun"
+# The keys of a param group that are settings, not state.
+_SETTINGS = frozenset({"lr", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize"})
+
+_GROUP = "the group's "
+_OF_RATE = (f"{_GROUP}lr", "self.defaults['lr']")
+_usual = cache(lambda: vars(torch.optim.SGD([torch.zeros(1, device="cpu")])).keys())  # called late: it imports Dynamo
+_TRIALS = 12  # steps on one number, some more than Lookahead's usual period of 6
+_FEW = 64  # so many numbers of a tensor are looked at; of a larger one, whether it was written to
+_BY_NAME = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
+
+
+def from_class(
+    cls: type[torch.optim.Optimizer], lr: Any = None, start_step: int = 0, **kwargs: Any
+) -> optimizers.ClassOptimizer:
+    """:func:`ltx.optim.from_torch` without groups."""
+    with suppress(optimizers.NotGatheredError):
+        return optimizers.TorchOptimizer(cls, lr, kwargs, start_step=start_step)
+    return ThirdParty(cls, lr, kwargs, start_step=start_step)
 
 
 @dataclass(frozen=True, repr=False)
@@ -265,17 +273,6 @@ class ThirdParty(optimizers.ClassOptimizer):
                 "of them: under torch.no_grad() where no derivative of the update is wanted. Else take a class of "
                 "torch.optim, or write it as a pair of functions: ltx.optim.from_functions."
             )
-
-
-# The keys of a param group that are settings, not state.
-_SETTINGS = frozenset({"lr", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize"})
-
-_GROUP = "the group's "
-_OF_RATE = (f"{_GROUP}lr", "self.defaults['lr']")
-_usual = cache(lambda: vars(torch.optim.SGD([torch.zeros(1, device="cpu")])).keys())  # called late: it imports Dynamo
-_TRIALS = 12  # steps on one number, some more than Lookahead's usual period of 6
-_FEW = 64  # so many numbers of a tensor are looked at; of a larger one, whether it was written to
-_BY_NAME = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
 
 def _kept(instance: torch.optim.Optimizer, by_value: bool = False) -> dict[str, bytes]:

@@ -22,6 +22,8 @@ from ltx.core.collectives.uneven import all_to_all_uneven, check_parts, dim_of, 
 from ltx.core.comm.operations import view_as
 from ltx.typing import Tree
 
+_NO_PAIRS = (str, bytes, Mapping, torch.Tensor)
+
 
 def _exchanged(xs: torch.Tensor, n: int, static: Static) -> tuple[torch.Tensor, bool]:
     split_dim, concat, tiled = static
@@ -130,9 +132,6 @@ def all_to_all(
     if len(set(lengths)) > 1:
         raise AxisError(f"all_to_all: the leaves' chunks have lengths {lengths}, and splits= are those of all of them.")
     return exchanged, (*lengths[:1],) * n
-
-
-_NO_PAIRS = (str, bytes, Mapping, torch.Tensor)
 
 
 @public()

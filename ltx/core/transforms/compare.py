@@ -29,6 +29,9 @@ _FIX = (
     "Fix: start from the same values on every rank (train.init(params), or ltx.broadcast(params)), and change them by "
     "synchronised steps alone."
 )
+_COLUMNS = 512
+#: Below this many words of 8 bytes, a cryptographic hash of all bytes takes no longer.
+_SMALL = 8 * _COLUMNS
 #: Tensors with their paths.
 Leaves = Sequence[tuple[str, torch.Tensor]]
 
@@ -80,11 +83,6 @@ def digests_by_rank(axis: Axis, leaves: Leaves, said: comm.Signature | str = "ch
             lambda mine, apart: [digest(values(x)) if differs else "" for x, differs in zip(mine, apart, strict=True)],
             tensors,
         )
-
-
-_COLUMNS = 512
-#: Below this many words of 8 bytes, a cryptographic hash of all bytes takes no longer.
-_SMALL = 8 * _COLUMNS
 
 
 def values(x: torch.Tensor) -> torch.Tensor:
