@@ -23,6 +23,8 @@ from ltx.hooks.plain import EXACT
 from ltx.optim import Optimizer
 from ltx.typing import Tree
 
+Steps = Generator[CollectiveRequest, torch.Tensor, torch.Tensor]
+
 
 @dataclass(frozen=True, kw_only=True)
 class NodeStrategy(Strategy):
@@ -66,9 +68,6 @@ def refuse_complex(strategy: Strategy, params: Tree) -> None:
 def node(axis: Axis, size: int) -> Axis:
     """The axis of this rank's node; an axis of one rank is a node."""
     return inner(axis, min(size, axis.size))
-
-
-Steps = Generator[CollectiveRequest, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)

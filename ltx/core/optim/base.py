@@ -32,6 +32,10 @@ Rate = float | Tensor
 #: Each leaf's own part of an optimizer's state.
 LeafStates = list[dict[str, Tensor]]
 T = TypeVar("T")
+_NOT_LEAFWISE = (
+    "{} can't be applied leaf by leaf: an update of one leaf may depend on the others. Use apply(grads, state, params) "
+    "on the whole tree."
+)
 
 
 @dataclass(frozen=True)
@@ -175,12 +179,6 @@ class Prepared:
         if not self.holds(update.optimizer, update.params, state) or not self.runs[0](grads, state):
             return None
         return self.params, TorchState(state.per_param, state.count + 1)
-
-
-_NOT_LEAFWISE = (
-    "{} can't be applied leaf by leaf: an update of one leaf may depend on the others. Use apply(grads, state, params) "
-    "on the whole tree."
-)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ from ltx.core.gradients.planning import any_derivative
 from ltx.core.optim.base import LeafStates, Rate, Tensors
 
 Way = Literal["fused", "plain", "differentiable", "traced"]
+#: Updates states and parameters in place, by torch's differentiable path if the bool is true.
+Rule = Callable[[Tensors, LeafStates, Tensors, bool], None]
 
 
 class NotGatheredError(OptimError):
@@ -293,10 +295,6 @@ def _aligned(grad: Tensor, state: dict[str, Tensor], param: Tensor) -> tuple[Ten
     if dense and all(alike(tensor) for tensor in state.values() if tensor.shape == param.shape):
         return grad if alike(grad) else torch.empty_like(param).copy_(grad), state, param
     return grad.contiguous(), {key: tensor.contiguous() for key, tensor in state.items()}, param.contiguous()
-
-
-#: Updates states and parameters in place, by torch's differentiable path if the bool is true.
-Rule = Callable[[Tensors, LeafStates, Tensors, bool], None]
 
 
 def run_pure(rule: Rule, grads: Tensors, states: LeafStates, params: Tensors) -> tuple[Tensors, LeafStates]:

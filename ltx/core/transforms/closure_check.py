@@ -43,6 +43,10 @@ _FLAG = attrgetter("requires_grad")
 _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 #: What torch says of a write, to a tensor that simulated ranks share, of values that differ between them.
 _IN_PLACE = ("which will be updated in place, were not batched", "that would mutate a captured Tensor")
+#: Modules into which no tensors can be put.
+UNFIT = torch.jit.ScriptModule, nn.DataParallel
+# A step may refer to everything in a program, so the search is limited.
+_DEPTH, _MANY = 6, 10_000
 
 
 def edges(nodes: Iterable[Any], ends: Callable[[Any], bool] = lambda _: False) -> Iterator[tuple[Any, Any, int]]:
@@ -325,10 +329,6 @@ def same_values(xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor]) -> bool:
         return all(torch.equal(bits(xs, device), bits(ys, device)) for device in {x.device for x in xs})
 
 
-#: Modules into which no tensors can be put.
-UNFIT = torch.jit.ScriptModule, nn.DataParallel
-
-
 def unfit(module: Any, what: str) -> LtxError:
     """The error for what is no module, or one of these."""
     if not isinstance(module, nn.Module):
@@ -449,10 +449,6 @@ def reached_from(fn: Any) -> Iterator[Any]:
         yield value
         if not isinstance(value, nn.Module):
             queue.extend((x, depth + 1) for x in _referred(value))
-
-
-# A step may refer to everything in a program, so the search is limited.
-_DEPTH, _MANY = 6, 10_000
 
 
 def _referred(value: Any) -> list[Any]:

@@ -37,6 +37,8 @@ from ltx.typing import Tree
 H = TypeVar("H", bound=CommHook | None)
 #: Communication state by parameter path.
 States = dict[str, LeafState]
+#: How a leaf's values relate across ranks.
+LeafLayout = Literal["replicated", "per_rank", "sharded"]
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,6 @@ class Updated:
     states: States
     pending: Any = None
     finish: Callable[[], None] | None = None
-
-
-#: How a leaf's values relate across ranks.
-LeafLayout = Literal["replicated", "per_rank", "sharded"]
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,15 @@ from ltx.core.gradients.marker import Marker
 from ltx.core.ranks.axis import axes_in_scope
 from ltx.core.transforms.closure_check import Members, hooked_text, own_written, placed, same_values, version_of
 
+#: A buffer, the count of writes to it, and its value at that count.
+Kept = tuple[torch.Tensor, int, torch.Tensor]
+
+_THREADS = "Two threads called it at a time: give each a module of its own (copy.deepcopy)."
+_ASSIGNED = (
+    "It was assigned another tensor, which would be lost. Values that follow the batch are buffers: register_buffer, "
+    "and return_buffers=True. Or assign it between two calls."
+)
+
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a tensor, to which also simulated ranks can write different values."""
@@ -37,16 +46,6 @@ def _value(copy: torch.Tensor, given: torch.Tensor, training: bool) -> torch.Ten
         with private.below_transforms():
             return private.unwrapped(copy).clone()
     return given if training and copy.ndim == 1 and copy.is_floating_point() else None  # batch norm's are vectors
-
-
-#: A buffer, the count of writes to it, and its value at that count.
-Kept = tuple[torch.Tensor, int, torch.Tensor]
-
-_THREADS = "Two threads called it at a time: give each a module of its own (copy.deepcopy)."
-_ASSIGNED = (
-    "It was assigned another tensor, which would be lost. Values that follow the batch are buffers: register_buffer, "
-    "and return_buffers=True. Or assign it between two calls."
-)
 
 
 class Swap:
