@@ -28,25 +28,25 @@ class Size(NamedTuple):
 
 BUDGET = {
     ".": Size(2016, 10),
-    "all": Size(36606, 170),
+    "all": Size(36472, 170),
     "checkpoint": Size(1318, 7),
     "core": Size(1, 1),
     "core/base": Size(2243, 14),
-    "core/collectives": Size(2482, 9),
+    "core/collectives": Size(2467, 9),
     "core/comm": Size(3124, 14),
     "core/gradients": Size(2372, 9),
-    "core/optim": Size(1343, 5),
+    "core/optim": Size(1339, 5),
     "core/ranks": Size(930, 5),
     "core/training": Size(3621, 17),
-    "core/transforms": Size(3356, 12),
+    "core/transforms": Size(3339, 12),
     "core/world": Size(619, 4),
-    "hooks": Size(2606, 13),
-    "optim": Size(1533, 8),
+    "hooks": Size(2582, 13),
+    "optim": Size(1523, 8),
     "peers": Size(2164, 12),
     "profile": Size(506, 3),
     "runtime": Size(3310, 13),
     "shared_memory": Size(550, 3),
-    "strategies": Size(2512, 11),
+    "strategies": Size(2448, 11),
 }
 
 
