@@ -7,7 +7,7 @@ from typing import Any
 
 from ltx.core import collectives, comm
 from ltx.core import optim as optimizers
-from ltx.core.base import arguments, needs, noise, tree
+from ltx.core.base import arguments, needs, tree
 from ltx.core.base.arguments import brief
 from ltx.core.base.private import unwrapped
 from ltx.core.base.traced import recording
@@ -81,7 +81,6 @@ __all__ = [
     "inner",
     "needs",
     "negotiate",
-    "noise",
     "optimizers",
     "outer",
     "recording",
@@ -94,7 +93,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     lack = arguments.lacks(f"module {__name__!r}", name)
     # It is another module's now: of an AttributeError, `from ltx.extend import name` would show nothing.
-    raise ImportError(str(lack)) if {"extend", "combine"} & {*str(lack).split(".")} else lack
+    raise ImportError(str(lack)) if {"extend", "combine", "hooks"} & {*str(lack).split(".")} else lack
 
 
 def __dir__() -> list[str]:

@@ -61,7 +61,8 @@ PUBLIC = ("ltx", "ltx.checkpoint", "ltx.errors", "ltx.extend", "ltx.hooks", "ltx
 PUBLIC += ("ltx.tensor_parallel",)
 MODULES = {
     "ltx": {"checkpoint", "errors", "hooks", "nn", "optim", "profile", "tensor_parallel"},
-    "ltx.extend": {"arguments", "buffers", "collectives", "comm", "needs", "noise", "optimizers", "tree"},
+    "ltx.hooks": {"noise"},
+    "ltx.extend": {"arguments", "buffers", "collectives", "comm", "needs", "optimizers", "tree"},
 }
 
 

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ltx.extend import AllReduce, BucketInput, CollectiveRequest, CommHook, Reduction
+from ltx.hooks import noise
 from ltx.hooks.plain import Noop
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["AllReduce", "BucketInput", "CollectiveRequest", "CommHook", "CompressedAllReduce", "LossyHook", "Reduction"]
 __all__ += ["BF16", "FP16", "QSGD", "Adasum", "BatchedPowerSGD", "ByteGrad", "Noop", "OneBit", "PowerSGD", "Quantize"]
 __all__ += ["RandomK", "TopK"]
-__all__ += ["after", "cast", "chain", "error_feedback", "from_functions", "from_torch", "partition", "to_torch"]
+__all__ += ["after", "cast", "chain", "error_feedback", "from_functions", "from_torch", "noise", "partition", "to_torch"]
 
 # Most programs need none of these, and making their dataclasses takes time: each module is imported at first use.
 _LATER = {

@@ -27,7 +27,8 @@ from typing import ClassVar, Literal
 import torch
 
 from ltx.errors import StrategyError
-from ltx.extend import BucketInput, arguments, buffers, noise
+from ltx.extend import BucketInput, arguments, buffers
+from ltx.hooks import noise
 from ltx.hooks.lossy import CompressedAllReduce, by_greatest, from_message, to_message
 
 _BAGUA_EPSILON = 1e-7

@@ -19,7 +19,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from ltx.extend import Bucket, BucketInput, CollectiveRequest, CommHook, LeafState, Packing, arguments, buffers, noise
+from ltx.extend import Bucket, BucketInput, CollectiveRequest, CommHook, LeafState, Packing, arguments, buffers
+from ltx.hooks import noise
 from ltx.hooks.lossy import Compression, CompressionResult, LossyHook, by_greatest
 from ltx.hooks.plain import EXACT
 

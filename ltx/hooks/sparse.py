@@ -12,7 +12,8 @@ from typing import ClassVar
 import torch
 
 from ltx.errors import StrategyError
-from ltx.extend import BucketInput, CollectiveRequest, brief, buffers, noise
+from ltx.extend import BucketInput, CollectiveRequest, brief, buffers
+from ltx.hooks import noise
 from ltx.hooks.lossy import CompressedAllReduce, Compression, CompressionResult, LossyHook, from_message, to_message
 
 #: In rows of at least _LONG numbers, every _EVERY-th is sampled. A prime, so that all columns of a matrix are sampled.

@@ -26,7 +26,7 @@ clip_grad_norm_: ltx.optim.clip_by_global_norm, in ltx.optim.chain; lr_scheduler
 ClipByGlobalNorm: ltx.optim.clipping.{name}; Halving: ltx.hooks.adasum.{name}; chain identity: ltx.optim.{name};
 LeafPart LeafTransform members_of with_members: ltx.optim.combine.{name}; told wide: ltx.extend.collectives.{name};
 CHUNK chunks is_plain pack prefers_few_calls unpack: ltx.extend.buffers.{name};
-as_bytes view_as: ltx.extend.comm.{name}; advanced times_lr: ltx.extend.optimizers.{name}
+as_bytes view_as: ltx.extend.comm.{name}; advanced times_lr: ltx.extend.optimizers.{name}; noise: ltx.hooks.{name}
 """
 #: {names: what to write}
 WRITE = dict(entry.split(": ", 1) for entry in _NAMES.strip().replace("\n", " ").split("; "))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ltx.extend import noise
+from ltx.hooks import noise
 
 States = list[dict[str, dict[str, Tensor]]]  # by rank, path and name
 #: (shares by rank and path, states, step) -> (the sum of what was sent, next states)

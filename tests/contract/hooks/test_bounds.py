@@ -11,8 +11,7 @@ from torch import Tensor
 import ltx
 from ltx import hooks
 from ltx.errors import StrategyError
-from ltx.extend import noise
-from ltx.hooks import CompressedAllReduce
+from ltx.hooks import CompressedAllReduce, noise
 
 INPUTS = {
     "normal": lambda: torch.randn(3, 512),

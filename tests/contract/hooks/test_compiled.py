@@ -12,7 +12,7 @@ from torch import Tensor
 import ltx
 from ltx import hooks
 from ltx.errors import SyncStateError, UnsupportedError
-from ltx.extend import noise
+from ltx.hooks import noise
 from tests.contract.hooks.table import HOOKS
 from tests.kinds import Ranks
 

@@ -17,14 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ltx
 from ltx.core import comm
-from ltx.core.base import noise
 from ltx.core.gradients import buffers, marker
 from ltx.core.gradients.pending import Pending
 from ltx.core.gradients.planning import plan_buckets
 from ltx.core.gradients.reduction import Bucket, Leaf, LeafState
 from ltx.core.optim.kernel import run_aligned
 from ltx.errors import UnsupportedError
-from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction
+from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction, noise
 from ltx.nn import _Normalised, _normalised_by_formula
 from tests.kinds import Ranks
 from tests.train_on import refuses, said
