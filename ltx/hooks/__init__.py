@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AllReduce", "BucketInput", "CollectiveRequest", "CommHook", "CompressedAllReduce", "LossyHook", "Reduction"]
 __all__ += ["BF16", "FP16", "QSGD", "Adasum", "BatchedPowerSGD", "ByteGrad", "Noop", "OneBit", "PowerSGD", "Quantize"]
-__all__ += ["RandomK", "TopK"]
-__all__ += ["after", "cast", "chain", "error_feedback", "from_functions", "from_torch", "noise", "partition", "to_torch"]
+__all__ += ["RandomK", "TopK", "noise"]
+__all__ += ["after", "cast", "chain", "error_feedback", "from_functions", "from_torch", "partition", "to_torch"]
 
 # Most programs need none of these, and making their dataclasses takes time: each module is imported at first use.
 _LATER = {

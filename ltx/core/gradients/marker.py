@@ -11,8 +11,8 @@ In the order of the backward pass:
 * **Fence** has all parameters as inputs, so it runs after every marker. It is the one safe place to wait: nothing after
   it sees a pending gradient.
 
-A train step has no tie and no fence: it starts the buckets that its pass hasn't reached, and waits, itself. With few
-parameters, and before torch 2.13, it has :class:`Leaves` in place of markers.
+A train step has no tie and no fence: it starts the buckets that its pass hasn't reached, and waits, itself. Where one
+sum reduces all gradients, and before torch 2.13, it has :class:`Leaves` in place of markers.
 
 All is differentiable again, in reverse and forward mode. :class:`Launch` counts as the identity and :class:`Wait` as
 the exact mean over ranks, so second derivatives are exact even where the hook compresses first ones. A backward pass
@@ -46,9 +46,6 @@ from ltx.core.ranks.batched import in_front
 # Above every node of a forward pass, below the engine's own (AccumulateGrad has the maximum of 64 bits).
 MARKER_PRIORITY = 1 << 62
 ACCUMULATE_PRIORITY = MARKER_PRIORITY + 1
-
-#: For at most so many parameters leaves take less time than a marker.
-FEW = 24
 
 with torch.inference_mode(False):
     #: A dummy input of markers, which makes autograd build the nodes where no parameter requires gradients, if a
@@ -452,7 +449,7 @@ def defer(
     `made`: leaves in place of the parameters that the step has got already.
     """
     plan = schedule.plan
-    if plan.one_sum or not can_raise_priority() or not (len(plan.buckets) > 1 or len(params) > FEW):
+    if plan.one_sum or not can_raise_priority():
         leaves = Leaves(schedule, params, states, made)
         schedule.late = leaves.taken
         return leaves.leaves, leaves.leaves

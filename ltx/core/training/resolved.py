@@ -69,8 +69,7 @@ class Resolved:
             groups = [bucket.members for bucket in plan.buckets] if plan and train.overlap == "update" else []
             prepared = Prepared.of(train.optimizer, params, state.held_opt_state, groups) if train.donate else None
         straight = prepared is not None and self._is_straight(state, known)
-        found = {"params": params, "leaves": leaves, "spec": spec, "prepared": prepared, "known": known}
-        return replace(self, **found, straight=straight)
+        return replace(self, params=params, leaves=leaves, spec=spec, prepared=prepared, known=known, straight=straight)
 
     def _is_straight(self, state: TrainState, known: Known) -> bool:
         """Whether one sum reduces all that a step sends, and nothing else is asked of it."""

@@ -94,15 +94,14 @@ class DataParallel(StepSettings):
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions = PLAIN_CALL) -> Run:
         """Call the step on marked parameters and tie its output."""
-        step, again = options.step, options.known.plan is not None
+        step, again, called = options.step, options.known.plan is not None, options.called
         recorded = not options.deferred and traced.recording()
         if not again:
             params, sync_state = self._params_of(args, training=step is not None)
         leaves, spec = options.flat or tree.flatten(params)
         if options.known.plan is not None:
             schedule, local, within = ProcessSchedule(options.known.plan, deferred=True), False, options.known.within
-            made_before = options.called and options.called.leaves
-            given, inputs = marker.defer(schedule, leaves, [()] * len(leaves), made_before)
+            given, inputs = marker.defer(schedule, leaves, [()] * len(leaves), called and called.leaves)
             marked = Marked(given, None, schedule, inputs)
         elif recorded:
             tree.refuse_in_graph(leaves)
@@ -128,19 +127,17 @@ class DataParallel(StepSettings):
             output = self.fn(*args, **kwargs)
         else:
             with wire.among.passes.in_forward() if wire and options.step is None else nullcontext():
-                token, before = in_step.set(True), private.nodes_made()
+                token, before = in_step.set(True), private.nodes_made() - (called.nodes if called else 0)
                 if (record := recording_calls.get()) is not None:
                     record.kept.append(given)  # they are there in the backward pass
                 try:
                     look = comm.NOTHING if again else look_at_modules(self.fn, leaves, given)
                     with look as first:
-                        output = self.fn(*args, **kwargs) if options.called is None else options.called.output
+                        output = self.fn(*args, **kwargs) if called is None else called.output
                 finally:
                     in_step.reset(token)
                 if not private.in_transform():  # side effects
                     held, made = (marked.leaves, args, kwargs), private.nodes_made() - before
-                    if options.called is not None:
-                        made = options.called.nodes
                     if made != options.known.nodes:
                         if marked.schedule or (first and options.deferred):  # a train step of one rank has no schedule
                             refuse_captured(self.fn, output, held, made, options.deferred)
