@@ -257,35 +257,56 @@ PACKAGE = Path(ltx.__file__).parent
 Function = tuple[str, str]
 
 
-def called() -> tuple[int, set[Function]]:
-    """The number of calls of ltx's functions in a steady step of ten parameters, and these functions."""
+def storages(value: Any, depth: int = 0) -> Iterator[int]:
+    """Of the tensors in a value, and in the lists, tuples and dicts of it."""
+    if isinstance(value, Tensor):
+        yield value.untyped_storage().data_ptr()
+    elif depth < 4 and isinstance(value, list | tuple | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from storages(part, depth + 1)
+
+
+def called() -> tuple[list[Function], set[Function], set[Function]]:
+    """The calls of ltx's functions in a steady step of ten parameters, and which of these get or return a parameter,
+    and its gradient or the bucket that has it.
+    """
     params = {f"p{i}": torch.ones(4) for i in range(10)}
     step = ltx.data_parallel(lambda p, x: (torch.stack(tuple(p.values())) * x).sum())
     train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.AdamW, lr=1e-3))
     state, found = train.init(params), list[list[Function]]()
+    ways: tuple[set[Function], set[Function]] = set(), set()
     for number in range(60):  # on a loaded machine most steps wait
         calls: list[Function] = []
+        of_parameter, of_gradient = {*storages(state.held_params["p0"])}, set[int]()
 
-        def note(frame: FrameType, event: str, _: Any, calls: list[Function] = calls) -> None:
+        def note(frame: FrameType, event: str, result: Any, calls: list[Function] = calls) -> None:
             if event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
                 calls.append((frame.f_code.co_filename, frame.f_code.co_qualname))
 
-        sys.setprofile(note if number > 2 else None)
+        def follow(frame: FrameType, event: str, result: Any, known: Any = (of_parameter, of_gradient)) -> None:
+            code = frame.f_code
+            if event in ("call", "return") and code.co_filename.startswith(str(PACKAGE)):
+                seen = [*storages([*frame.f_locals.values()] if event == "call" else result)]
+                known[1].update(seen if code.co_name == "pack" else ())
+                for way, its in zip(ways, known, strict=True):
+                    way.update({(code.co_filename, code.co_qualname)} if its.intersection(seen) else ())
+
+        sys.setprofile(follow if number == 59 else note if number > 2 else None)
         try:
             state, _ = train(state, torch.ones(4))
         finally:
             sys.setprofile(None)
-        found += [calls] if number > 2 else []
-    fewest = min(found, key=len)  # a wait for the peer makes calls, too
-    return len(fewest), {*fewest}
+        found += [calls] if 2 < number < 59 else []
+    return min(found, key=len), *ways  # a wait for the peer makes calls, too
 
 
 @pytest.mark.parametrize(("sockets", "most"), [(True, (125, 90)), (False, (140, 105))])
 def test_a_steady_step_asks_little(sockets: bool, most: tuple[int, int], on_new_axis: OnNewAxis) -> None:
-    """What can't have changed since the step before isn't asked again."""
-    for count, functions in on_new_axis(called, sockets=sockets):
-        files = {file for file, _ in functions}
-        print(f"{count} calls of {len(functions)} functions in {len(files)} files")
-        assert count <= most[0]
-        assert len(functions) <= most[1]
-        assert len(files) <= 30
+    """What can't have changed since the step before isn't asked again, and few see a parameter and its gradient."""
+    for calls, *ways in on_new_axis(called, sockets=sockets):
+        counts = [(len({*some}), len({file for file, _ in some})) for some in (calls, *ways)]
+        print(f"{len(calls)} calls; functions and files of a step, of a parameter, of its gradient: {counts}")
+        assert len(calls) <= most[0]
+        for (functions, files), (many, in_files) in zip(counts, ((most[1], 31), (15, 10), (20, 12)), strict=True):
+            assert functions <= many
+            assert files <= in_files
