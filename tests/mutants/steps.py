@@ -167,7 +167,7 @@ MUTANTS = (
         "steps: nobody hears that a pass of one sum has failed -> "
         "a small model's peers wait for the timeout where ltx.grad raises on one rank",
         At("reduced", "among.passes.leave(error, sent)", "pass"),
-        "tests/contract/reports",
+        "tests/internal/comm/test_passes.py::test_a_rank_that_raises_in_a_pass_of_one_sum_tells",
     ),
     Mutant(
         "steps: a call on parameters of other kinds has the answers of the last -> "

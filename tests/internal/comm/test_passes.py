@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -80,6 +81,25 @@ def test_a_pass_that_autograd_drops_after_a_bucket_ends_the_world(who: str, sock
         assert gradient == 1.5
         for text in later:
             assert "out of step since an earlier failure. ltx.init() on all ranks begins a new world" in text
+
+
+@ON_BOTH
+def test_a_rank_that_raises_in_a_pass_of_one_sum_tells(sockets: bool, on_new_axis: OnNewAxis) -> None:
+    def loss(w: torch.Tensor, fails: bool) -> torch.Tensor:
+        doubled = 2 * w
+        if fails:
+            doubled.register_hook(lambda _: 1 // 0)
+        return doubled.sum()
+
+    def run() -> str:
+        grad = ltx.grad(ltx.data_parallel(loss))
+        assert grad(torch.ones(2), False).tolist() == [2.0, 2.0]
+        return raised_by(grad, torch.ones(2), _axis_comm().rank == 1)
+
+    waited, raised = on_new_axis(run, sockets=sockets)
+    assert raised.startswith("ZeroDivisionError")
+    assert re.match("DeadlockDetectedError: rank 0: rank 1 has left a backward pass on axis 'data'", waited), waited
+    assert "ZeroDivisionError" in waited
 
 
 def test_who_begins_a_new_world_at_once_has_told_why_it_left_the_old_one(on_new_axis: OnNewAxis) -> None:
