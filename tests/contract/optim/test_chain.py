@@ -61,11 +61,6 @@ def test_laws() -> None:
     assert len({chain(clip, adamw), chain(clip, adamw), chain(adamw)}) == 2
 
 
-def test_identity_passes_gradients_on() -> None:
-    grads = {"w": torch.ones(2)}
-    assert identity().update(grads, identity().init(grads), grads) == (grads, ())
-
-
 @pytest.mark.parametrize("donate", [True, False])
 def test_is_its_members_in_turn(donate: bool, seed: int) -> None:
     params = random_params(Case(AdamW))
