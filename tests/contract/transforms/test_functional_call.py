@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import ltx
 from ltx.errors import InputError, StepError, TreeError, UnsupportedError
 from tests import train_on
+from tests.contract.reports.test_called_again import KINDS
 from tests.kinds import Ranks
 from tests.train_on import on_ranks, refuses
 from tests.twins.cases import Params, backward, func_grad, params_of, seeded
@@ -532,22 +533,11 @@ def test_what_using_refuses() -> None:
 
 def test_a_block_whose_module_is_called_again_in_another_backward_pass() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-
-    class Again(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x)
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Any:
-            return net[0](ctx.saved_tensors[0]) * grad
-
     given = {name: (p.detach() + 1).requires_grad_() for name, p in net.named_parameters()}
 
     def loss(given: Any) -> Tensor:
         with ltx.using(net, given):
-            return net[1](Again.apply(net[0](X))).sum()  # type: ignore[no-any-return, no-untyped-call]
+            return net[1](KINDS["adjoint"](net[0], X)).sum()  # type: ignore[no-any-return]
 
     refuses(StepError, "was called again in the backward pass, .* has its own tensors there", loss(given).backward)
     train = ltx.train_step(ltx.data_parallel(loss), sgd(lr=LR))
