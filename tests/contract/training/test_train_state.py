@@ -96,18 +96,22 @@ UNDER_WAY = {
 @pytest.mark.parametrize("name", UNDER_WAY)
 @on_ranks(2)
 def test_a_copy_has_nothing_that_is_under_way(name: str) -> None:
+    """Nor does a state dict, in which it would be lost, or added to other parameters than it is of."""
     train = ltx.train_step(ltx.data_parallel(lambda p, x: (p["w"] * x).sum(), UNDER_WAY[name]), adamw())
-    state = train.init({"w": torch.ones(3)})
+    state, restored = train.init({"w": torch.ones(3)}), train.init({"w": torch.zeros(3)})
     while not state.under_way:
         state, _ = train(state, X * (1 + ltx.world().rank))
-    for how, copied in COPIES.items():
+    for use in (state.state_dict, lambda: state.load_state_dict(restored.state_dict())):
+        refuses(InputError, r"^state_dict: \w+\(.* exchange under way between two steps", use)
+    for copied in COPIES.values():
         other = copied(state)
         assert_same_bits(other.params, state.params)
         for use in (lambda other=other: train(other, X), lambda other=other: train.finish(other)):
             refuses(InputError, r"is a copy .*which the copy hasn't got. Copy what finish gives", use)
         refuses(InputError, "has an exchange under way", other.state_dict)
-        assert how
     state = train.finish(state)
+    restored.load_state_dict(state.state_dict())
+    assert_same_bits(restored.params, state.params)
     assert_same_bits(train.finish(train(copy.deepcopy(state), X)[0]).params, train.finish(train(state, X)[0]).params)
 
 
