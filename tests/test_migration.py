@@ -102,7 +102,7 @@ NAMES: dict[str, dict[str, str]] = {
         "on_exception(exception)": ("contract/transforms/test_data_parallel.py::test_equal_to_ddp_and_to_one_process"),
         "optimizer_step(optimizer, closure, model)": (STEP + "test_a_step_that_raises_leaves_the_state_as_it_was"),
         "setup": INIT,
-        "setup_environment": "internal/world/test_init.py::test_one_process_under_torchrun_has_a_group",
+        "setup_environment": "internal/world/test_init.py::test_teardown_after_an_exception_and_again",
         "is_distributed": WORLD,
     },
     "utilities.distributed": {

@@ -73,19 +73,16 @@ def test_world_of_one_makes_no_process_group() -> None:
 
 
 @pytest.mark.usefixtures("torchrun_of_one")
-def test_one_process_under_torchrun_has_a_group() -> None:
-    with init(timeout=timedelta(seconds=30)) as entered:
-        assert dist.is_initialized()
-        assert (entered.launcher, entered.size, ltx.psum(torch.tensor(3.0)).item()) == ("torchrun", 1, 3.0)
-    assert not dist.is_initialized()
-    assert axes_in_scope() == ()
-
-
-@pytest.mark.usefixtures("torchrun_of_one")
 def test_teardown_after_an_exception_and_again() -> None:
-    for _ in range(3):
-        with pytest.raises(ZeroDivisionError), init():
+    """Of the group that one process under torchrun has too."""
+
+    def fails() -> None:
+        with init(timeout=timedelta(seconds=30)) as entered:
+            assert (entered.launcher, entered.size, dist.is_initialized()) == ("torchrun", 1, True)
             ltx.psum(torch.ones(2)) / (1 // 0)
+
+    for _ in range(3):
+        assert raised_by(fails).startswith("ZeroDivisionError")
         assert not dist.is_initialized()
         assert axes_in_scope() == ()
     shutdown()
@@ -174,27 +171,20 @@ def test_what_it_refuses(given: dict[str, Any], text: str) -> None:
     init()
 
 
-@pytest.mark.usefixtures("user_group")
-def test_a_group_of_the_user_is_adopted_and_left_alone() -> None:
-    group = dist.group.WORLD
-    with init() as entered:
-        assert (entered.launcher, entered.rank, entered.size, entered.backend) == ("user", 0, 1, "gloo")
-        assert dist.group.WORLD is group
-        assert ltx.psum(torch.tensor(2.0)).item() == 2.0
-    assert dist.group.WORLD is group
-    with init():
-        assert ltx.psum(torch.ones(3)).tolist() == [1.0, 1.0, 1.0]
-
-
-@pytest.mark.usefixtures("user_group")
-def test_a_group_is_adopted_beside_fabrics_own_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It sets these, and no RANK."""
-    _told(monkeypatch, MASTER_ADDR="127.0.0.1", MASTER_PORT=1, WORLD_SIZE=1, LOCAL_RANK=0, NODE_RANK=0)
-    with init() as entered:
-        assert (entered.launcher, entered.rank, entered.size, entered.local_rank) == ("user", 0, 1, 0)
-
-
 FABRIC = {"MASTER_ADDR": "h", "MASTER_PORT": "1", "WORLD_SIZE": "4"}
+
+
+@pytest.mark.usefixtures("user_group")
+@pytest.mark.parametrize("told", [{}, {**FABRIC, "WORLD_SIZE": "1", "LOCAL_RANK": "0", "NODE_RANK": "0"}])
+def test_a_group_of_the_user_is_adopted_and_left_alone(told: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also beside Fabric's own launcher, which sets no RANK; and once more."""
+    _told(monkeypatch, **told)
+    group = dist.group.WORLD
+    for _ in range(2):
+        with init() as entered:
+            assert (entered.launcher, entered.rank, entered.size, entered.local_rank) == ("user", 0, 1, 0)
+            assert (entered.backend, ltx.psum(torch.tensor(2.0)).item()) == ("gloo", 2.0)
+        assert dist.group.WORLD is group
 
 
 @pytest.mark.parametrize(
