@@ -152,45 +152,34 @@ def test_simulated_ranks_on_each_process(ranks: Ranks, seed: int) -> None:
             _check(on_simulated, _expected(xs[rank]), entry)
 
 
-def test_an_axis_is_found_by_its_name(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_an_axis_is_found_by_its_name() -> None:
     """Axes in scope come first; a name that two groups have names neither."""
-
-    def run() -> tuple[float, float, str]:
-        opened = [ltx.axis_from_group(dist.new_group([0, 1]), name) for name in ("mine", "data")]
-        other = (
-            ltx.axis_from_group(dist.new_group([0, 1]), "twice"),
-            ltx.axis_from_group(dist.new_group([0, 1]), "twice"),
-        )
-        try:
-            text = train_on.said(AxisError, ltx.psum, torch.ones(()), "twice")
-            in_scope = inside.resolve("data") is not opened[1]
-            return float(ltx.psum(torch.ones(()), "mine")), float(in_scope), text
-        finally:
-            for axis in (*opened, *other):
-                inside.close_axis(axis)
-
-    total, in_scope, message = ranks(2).run(run).replicated()
-    assert (total, in_scope) == (2.0, 1.0)
-    assert "axis='twice': 2 axes are called so" in message
+    opened = [ltx.axis_from_group(dist.new_group([0, 1]), name) for name in ("mine", "data", "twice", "twice")]
+    try:
+        refuses(AxisError, "axis='twice': 2 axes are called so", ltx.psum, torch.ones(()), "twice")
+        assert inside.resolve("data") is not opened[1]
+        assert ltx.psum(torch.ones(()), "mine") == 2.0
+    finally:
+        for axis in opened:
+            inside.close_axis(axis)
 
 
-def test_a_set_of_ranks(ranks: Ranks, seed: int) -> None:
-    def run() -> Any:
-        rank = ltx.world().rank
-        with ltx.axis_from_group([0, 2] if rank != 1 else [1]) as axis:
-            inside = (ltx.psum(torch.tensor(rank), axis), ltx.psum(torch.tensor(rank), axis.name), axis.size)
-            grad = ltx.grad(ltx.data_parallel(lambda w: w * (rank + 1.0), axis=axis))(torch.tensor(1.0))
-        return *(x.item() for x in inside[:2]), inside[2], grad.item(), ltx.psum(torch.tensor(rank)).item()
+@on_ranks(3)
+def test_a_set_of_ranks() -> None:
+    rank = ltx.world().rank
+    members, total, mean = ([1], 1, 2.0) if rank == 1 else ([0, 2], 2, 2.0)
+    with ltx.axis_from_group(members) as axis:
+        sums = [ltx.psum(torch.tensor(rank), of).item() for of in (axis, axis.name)]
+        grad = ltx.grad(ltx.data_parallel(lambda w: w * (rank + 1.0), axis=axis))(torch.tensor(1.0))
+    assert (sums, axis.size, grad.item(), ltx.psum(torch.tensor(rank)).item()) == ([total] * 2, len(members), mean, 3)
 
-    assert list(ranks(3).run(run)) == [(2, 2, 2, 2.0, 3), (1, 1, 1, 2.0, 3), (2, 2, 2, 2.0, 3)]
 
-
-def test_ranks_in_another_order(ranks: Ranks) -> None:
-    def run() -> Any:
-        with ltx.axis_from_group([1, 0]) as axis:
-            return ltx.axis_index(axis).item(), ltx.all_gather(torch.tensor(ltx.world().rank), axis).tolist()
-
-    assert list(ranks(2).run(run)) == [(1, [1, 0]), (0, [1, 0])]
+@on_ranks(2)
+def test_ranks_in_another_order() -> None:
+    rank = ltx.world().rank
+    with ltx.axis_from_group([1, 0]) as axis:
+        assert (ltx.axis_index(axis), ltx.all_gather(torch.tensor(rank), axis).tolist()) == (1 - rank, [1, 0])
 
 
 @on_ranks(2)
@@ -214,24 +203,18 @@ def test_what_is_closed_leaves_no_threads_and_files() -> None:
     assert again == 2.0
 
 
-def test_what_is_closed_says_so(ranks: Ranks) -> None:
-    def run() -> list[str]:
-        group = dist.new_group([0, 1])
-        texts = []
-        for axis in (ltx.axis_from_group([0, 1], "closed"), ltx.axis_from_group(group)):
-            ltx.psum(torch.ones(1), axis)
-            axis.close()
-            axis.close()
-            texts.append(said(AxisError, ltx.psum, torch.ones(1), axis))
-        with ltx.axis_from_group(group) as again:  # the group is its user's
-            texts.append(str(float(ltx.psum(torch.ones(1), again))))
-        dist.destroy_process_group(group)
-        return texts
-
-    one, two, again = ranks(2).run(run).replicated()
-    assert one == "axis 'closed' is closed: by its close(), the end of its `with`, or of its world."
-    assert re.fullmatch(r"axis '\w+' is closed: .*", two)
-    assert again == "2.0"
+@on_ranks(2)
+def test_what_is_closed_says_so() -> None:
+    group = dist.new_group([0, 1])
+    for axis, name in ((ltx.axis_from_group([0, 1], "closed"), "closed"), (ltx.axis_from_group(group), r"\w+")):
+        ltx.psum(torch.ones(1), axis)
+        axis.close()
+        axis.close()
+        text = rf"^axis '{name}' is closed: by its close\(\), the end of its `with`, or of its world\.$"
+        refuses(AxisError, text, ltx.psum, torch.ones(1), axis)
+    with ltx.axis_from_group(group) as again:  # the group is its user's
+        assert ltx.psum(torch.ones(1), again) == 2.0
+    dist.destroy_process_group(group)
 
 
 @pytest.mark.parametrize(
@@ -285,14 +268,12 @@ def test_a_group_by_two_names() -> None:
     assert (sums, left, threading.active_count() <= threads) == ([0.0, 2.0, 4.0, 6.0, 8.0, 10.0], [], True)
 
 
-def test_the_worlds_axis_by_its_name_stays_open(ranks: Ranks) -> None:
-    def run() -> Any:
-        (world,) = inside.axes_in_scope()
-        with ltx.axis_from_group(dist.group.WORLD, world.name) as axis:
-            same = axis.comm is world.comm
-        return same, float(ltx.psum(torch.tensor(1.0)))
-
-    assert ranks(2).run(run).replicated() == (True, 2.0)
+@on_ranks(2)
+def test_the_worlds_axis_by_its_name_stays_open() -> None:
+    (world,) = inside.axes_in_scope()
+    with ltx.axis_from_group(dist.group.WORLD, world.name) as axis:
+        assert axis.comm is world.comm
+    assert ltx.psum(torch.tensor(1.0)) == 2.0
 
 
 @pytest.mark.full

@@ -15,7 +15,7 @@ from ltx.errors import AxisError
 from tests import inside
 from tests.kinds import Ranks
 from tests.meshes import mesh_of
-from tests.train_on import refuses, said
+from tests.train_on import on_ranks, refuses, said
 
 
 def _index_and_size() -> tuple[Tensor, int]:
@@ -39,33 +39,28 @@ def test_simulated() -> None:
     assert seen == [(torch.Size([]), torch.int64, 4)]
 
 
-def test_every_form_of_an_axis(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_every_form_of_an_axis() -> None:
     """None, a name, an Axis, a process group, and a DeviceMesh."""
-
-    def sums() -> list[tuple[float, int, int]]:
-        group = dist.new_group([0, 1])
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
-        mine = ltx.axis_from_group(dist.new_group([0, 1]), "mine")
-        forms = [None, "data", inside.resolve("data"), group, mesh, mine, mine.comm.group]
-        x = torch.tensor(1.0 + dist.get_rank())
-        try:
-            return [(ltx.psum(x, axis=a).item(), ltx.axis_index(a).item(), ltx.axis_size(a)) for a in forms]
-        finally:
-            for opened in {inside.resolve(a) for a in forms} - {inside.resolve("data")}:
-                inside.close_axis(opened)
-
-    for rank, by_form in enumerate(ranks(2).run(sums)):
-        assert by_form == [(3.0, rank, 2)] * 7
+    group, rank = dist.new_group([0, 1]), dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    mine = ltx.axis_from_group(dist.new_group([0, 1]), "mine")
+    forms = [None, "data", inside.resolve("data"), group, mesh, mine, mine.comm.group]
+    try:
+        for form in forms:
+            assert ltx.psum(torch.tensor(1.0 + rank), axis=form) == 3.0
+            assert (ltx.axis_index(form), ltx.axis_size(form)) == (rank, 2)
+    finally:
+        for opened in {inside.resolve(a) for a in forms} - {inside.resolve("data")}:
+            inside.close_axis(opened)
 
 
-def test_a_mesh_of_two_dimensions_is_one_axis(ranks: Ranks) -> None:
-    def run() -> list[float]:
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("node", "data"))
-        # The second dimension is the whole world, whose axis is open already.
-        forms = [mesh, mesh["data"], (mesh["node"], mesh["data"]), (mesh["data"], mesh["node"])]
-        return [ltx.psum(torch.ones(()), axis=form).item() for form in forms]
-
-    assert ranks(2).run(run).replicated() == [2.0] * 4
+@on_ranks(2)
+def test_a_mesh_of_two_dimensions_is_one_axis() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("node", "data"))
+    # The second dimension is the whole world, whose axis is open already.
+    for form in (mesh, mesh["data"], (mesh["node"], mesh["data"]), (mesh["data"], mesh["node"])):
+        assert ltx.psum(torch.ones(()), axis=form) == 2.0
 
 
 @pytest.mark.full
@@ -121,13 +116,11 @@ def test_names_that_are_not_in_scope(ranks: Ranks) -> None:
     with pytest.raises(AxisError, match=r"in scope: 'outer', 'inner'\. Open it with ltx.vmap\(f, axis_name='model'\)"):
         ltx.vmap(ltx.vmap(lambda x: ltx.psum(x, axis="model"), axis_name="inner"), axis_name="outer")(torch.ones(2, 2))
 
-    def text() -> str:
-        return said(AxisError, ltx.psum, torch.ones(1), axis="model")
-
-    assert "no axis called 'model' is in scope; in scope: 'data'." in ranks(2).run(text).replicated()
+    text = ranks(2).run(said, AxisError, ltx.psum, torch.ones(1), axis="model").replicated()
+    assert "no axis called 'model' is in scope; in scope: 'data'." in text
 
 
-def test_an_axis_is_gone_after_its_function(ranks: Ranks) -> None:
+def test_an_axis_is_gone_after_its_function() -> None:
     said(ZeroDivisionError, lambda: ltx.vmap(lambda x: 1 / 0, axis_name="gone")(torch.ones(2)))
     refuses(AxisError, "no axis called 'gone'", ltx.axis_size, "gone")
 
