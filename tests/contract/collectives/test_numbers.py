@@ -15,7 +15,7 @@ import torch
 import ltx
 from ltx.errors import TreeError
 from tests.kinds import Ranks
-from tests.train_on import refuses
+from tests.train_on import on_ranks, refuses
 
 
 def called(rank: int) -> dict[str, Any]:
@@ -61,11 +61,10 @@ def test_alone_and_simulated() -> None:
     assert ltx.vmap(lambda x: x * ltx.pmax(3))(torch.ones(2)).tolist() == [3.0, 3.0]
 
 
-def test_compiled(ranks: Ranks) -> None:
-    def run() -> Any:
-        return torch.compile(lambda x: x * ltx.psum(1), backend="aot_eager", fullgraph=True)(torch.ones(2)).tolist()
-
-    assert ranks(2).run(run).replicated() == [2.0, 2.0]
+@on_ranks(2)
+def test_compiled() -> None:
+    scaled = torch.compile(lambda x: x * ltx.psum(1), backend="aot_eager", fullgraph=True)
+    assert scaled(torch.ones(2)).tolist() == [2.0, 2.0]
 
 
 def test_arrays_however_they_lie_in_memory(ranks: Ranks) -> None:

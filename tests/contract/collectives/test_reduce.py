@@ -14,7 +14,7 @@ from torch import Tensor
 import ltx
 from ltx.errors import AxisError, CollectiveError, InputError, TreeError, UnsupportedError, WeightError
 from tests.kinds import OnNewAxis, Ranks
-from tests.train_on import refuses, said
+from tests.train_on import on_ranks, refuses, said
 
 
 def test_defaults_and_what_passes_through() -> None:
@@ -38,16 +38,12 @@ def test_defaults_and_what_passes_through() -> None:
 
 
 @pytest.mark.parametrize(("values", "mean", "truncated"), [([-3, 0], -1.5, -1), ([1, 2], 1.5, 1), ([-1, -2], -1.5, -1)])
-def test_means_of_integers(ranks: Ranks, values: list[int], mean: float, truncated: int) -> None:
-    def run() -> tuple[Tensor, Tensor]:
-        x = torch.tensor(values[int(ltx.axis_index())])
-        return ltx.reduce(x), ltx.reduce(x, keep_dtype=True)
-
-    found, kept = ranks(2).run(run).replicated()
-    assert found.item() == mean
-    assert found.dtype == torch.float32
-    assert kept.item() == truncated
-    assert kept.dtype == torch.int64
+@on_ranks(2)
+def test_means_of_integers(values: list[int], mean: float, truncated: int) -> None:
+    x = torch.tensor(values[int(ltx.axis_index())])
+    found, kept = ltx.reduce(x), ltx.reduce(x, keep_dtype=True)
+    assert (found.item(), found.dtype) == (mean, torch.float32)
+    assert (kept.item(), kept.dtype) == (truncated, torch.int64)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32], ids=str)
@@ -74,12 +70,10 @@ def test_an_unknown_op() -> None:
 
 
 @pytest.mark.parametrize("said", [[True, True], [True, False], [False, False]], ids=str)
-def test_boolean_decisions(ranks: Ranks, said: list[bool]) -> None:
-    def run() -> tuple[Any, Any]:
-        mine = said[int(ltx.axis_index())]
-        return ltx.reduce_boolean_decision(mine), ltx.reduce_boolean_decision(torch.tensor(mine), all=False)
-
-    found = ranks(2).run(run).replicated()
+@on_ranks(2)
+def test_boolean_decisions(said: list[bool]) -> None:
+    mine = said[int(ltx.axis_index())]
+    found = ltx.reduce_boolean_decision(mine), ltx.reduce_boolean_decision(torch.tensor(mine), all=False)
     assert found == (all(said), any(said))
     assert [type(x) for x in found] == [bool, bool]
 
@@ -152,12 +146,10 @@ def test_horovod_s_gradients(ranks: Ranks, op: str) -> None:
 
 
 @pytest.mark.full
-def test_horovod_s_gradients_compiled(ranks: Ranks) -> None:
-    def run() -> Tensor:
-        fn = torch.func.grad(lambda x: (ltx.all_gather(x, grad_scale="mean") ** 2).sum())
-        return torch.compile(fn, fullgraph=True, backend="aot_eager")(torch.ones(2))
-
-    assert ranks(2).run(run).replicated().tolist() == [2.0, 2.0]
+@on_ranks(2)
+def test_horovod_s_gradients_compiled() -> None:
+    fn = torch.func.grad(lambda x: (ltx.all_gather(x, grad_scale="mean") ** 2).sum())
+    assert torch.compile(fn, fullgraph=True, backend="aot_eager")(torch.ones(2)).tolist() == [2.0, 2.0]
 
 
 def test_pvary_seen_from_outside_the_simulated_axis() -> None:
@@ -280,28 +272,22 @@ def test_finite_values_of_weight_zero_keep_the_weights_gradient(seed: int) -> No
     assert want[1][1][0].abs() > 1e-6, "the weight that is 0 has a gradient"
 
 
-def test_a_tree_of_every_dtype_goes_in_one_call(ranks: Ranks) -> None:
-    def run() -> tuple[Any, list[str], list[torch.dtype]]:
-        rank = int(ltx.axis_index())
-        value = {
-            "loss": torch.tensor(float(rank)),
-            "right": torch.tensor([rank, 7]),
-            "half": torch.full((2,), 60000.0, dtype=torch.float16),
-            "done": torch.tensor(rank == 0),
-            "wide": torch.tensor(rank, dtype=torch.float64),
-        }
-        with ltx.profile.record() as trace:
-            means = ltx.weighted_mean(value, [1, torch.tensor(3, dtype=torch.int32)][rank])
-        return (
-            ltx.tree.map(Tensor.tolist, means),
-            [e.operation for e in trace.events],
-            [m.dtype for m in means.values()],
-        )
-
-    means, operations, dtypes = ranks(2).run(run).replicated()
-    assert means == {"done": 0.25, "half": [60000.0] * 2, "loss": 0.75, "right": [0.75, 7.0], "wide": 0.75}
-    assert operations == ["psum"] * 6, "one psum: the five leaves, and the weights"
-    assert set(dtypes) == {torch.float16, torch.float32, torch.float64}
+@on_ranks(2)
+def test_a_tree_of_every_dtype_goes_in_one_call() -> None:
+    rank = int(ltx.axis_index())
+    value = {
+        "loss": torch.tensor(float(rank)),
+        "right": torch.tensor([rank, 7]),
+        "half": torch.full((2,), 60000.0, dtype=torch.float16),
+        "done": torch.tensor(rank == 0),
+        "wide": torch.tensor(rank, dtype=torch.float64),
+    }
+    with ltx.profile.record() as trace:
+        means = ltx.weighted_mean(value, [1, torch.tensor(3, dtype=torch.int32)][rank])
+    found = ltx.tree.map(Tensor.tolist, means)
+    assert found == {"done": 0.25, "half": [60000.0] * 2, "loss": 0.75, "right": [0.75, 7.0], "wide": 0.75}
+    assert [e.operation for e in trace.events] == ["psum"] * 6, "one psum: the five leaves, and the weights"
+    assert {m.dtype for m in means.values()} == {torch.float16, torch.float32, torch.float64}
 
 
 def test_a_tree_without_leaves() -> None:
@@ -346,16 +332,13 @@ def test_weights_of_another_shape() -> None:
 @pytest.mark.full
 @pytest.mark.slow_compile
 @pytest.mark.parametrize("weight", [1.0, torch.tensor(1)], ids=["number", "tensor"])
-def test_in_a_compiled_graph_there_is_nan_instead_of_errors(ranks: Ranks, weight: Any) -> None:
-    def run() -> list[float]:
-        compiled = torch.compile(ltx.weighted_mean, fullgraph=True, backend="aot_eager")
-        rank = int(ltx.axis_index())
-        x = torch.tensor(float(rank))
-        found = [compiled(x, w * weight).item() for w in ([1, 3][rank], 0, [1, -3][rank])]
-        torch._dynamo.reset()
-        return found
-
-    mean, *rest = ranks(2).run(run).replicated()
+@on_ranks(2)
+def test_in_a_compiled_graph_there_is_nan_instead_of_errors(weight: Any) -> None:
+    compiled = torch.compile(ltx.weighted_mean, fullgraph=True, backend="aot_eager")
+    rank = int(ltx.axis_index())
+    x = torch.tensor(float(rank))
+    mean, *rest = [compiled(x, w * weight).item() for w in ([1, 3][rank], 0, [1, -3][rank])]
+    torch._dynamo.reset()
     assert mean == 0.75
     assert torch.tensor(rest).isnan().tolist() == [True, True]
 
@@ -433,14 +416,11 @@ def test_is_the_first_that_has_it(dtype: torch.dtype, which: str, ranks: Ranks, 
     assert torch.equal(collective(xs[0]), torch.zeros(20, dtype=torch.int64))
 
 
-def test_nan_is_the_extremum_wherever_it_is(ranks: Ranks) -> None:
+@on_ranks(3)
+def test_nan_is_the_extremum_wherever_it_is() -> None:
     xs = torch.tensor([[1.0, 5.0, -torch.inf], [torch.nan, 2.0, torch.nan], [torch.nan, 7.0, torch.inf]])
-
-    def both() -> list[Any]:
-        x = xs[ltx.world().rank]
-        return [ltx.pargmax(x).tolist(), ltx.pargmin(x).tolist()]
-
-    assert ranks(3).run(both)[2] == [[1, 2, 1], [1, 1, 1]]
+    x = xs[ltx.world().rank]
+    assert [ltx.pargmax(x).tolist(), ltx.pargmin(x).tolist()] == [[1, 2, 1], [1, 1, 1]]
     assert ltx.vmap(ltx.pargmax)(xs)[0].tolist() == [1, 2, 1]
 
 

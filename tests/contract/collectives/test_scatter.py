@@ -15,7 +15,7 @@ import ltx
 from ltx.errors import AxisError, RankMismatchError
 from tests import inside
 from tests.kinds import Ranks
-from tests.train_on import refuses, said
+from tests.train_on import on_ranks, refuses, said
 
 
 def test_only_src_s_values_matter(ranks: Ranks) -> None:
@@ -36,18 +36,16 @@ def test_only_src_s_values_matter(ranks: Ranks) -> None:
         assert of_broadcast == [[0.0, 0.0], [2.0, 2.0]]
 
 
-def test_what_is_sent(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_what_is_sent() -> None:
     """One message each; gather sends what a rank has, not what all have."""
-
-    def run() -> list[tuple[str, int]]:
-        x = torch.ones(2, 4)
-        with ltx.profile.record() as trace:
-            ltx.gather({"a": x}, dst=1)
-            ltx.scatter(x)
-            ltx.psum_to(x)
-        return [(event.operation, event.nbytes) for event in trace.events]
-
-    assert ranks(2).run(run).replicated() == [("gather", 32), ("scatter", 16), ("psum", 32)]
+    x = torch.ones(2, 4)
+    with ltx.profile.record() as trace:
+        ltx.gather({"a": x}, dst=1)
+        ltx.scatter(x)
+        ltx.psum_to(x)
+    sent = [(event.operation, event.nbytes) for event in trace.events]
+    assert sent == [("gather", 32), ("scatter", 16), ("psum", 32)]
 
 
 CALLS: dict[str, Callable[[Tensor, int], Any]] = {
@@ -67,16 +65,14 @@ def test_ranks_that_are_not_on_the_axis(ranks: Ranks, call: str, rank: int) -> N
     refuses(AxisError, text, ltx.vmap(lambda x: CALLS[call](x, rank)), torch.ones(2, 2))
 
 
-def test_ranks_that_disagree(ranks: Ranks) -> None:
-    def run() -> list[str]:
-        rank, x = int(ltx.axis_index()), torch.ones(2, 11)  # which is new to both
-        calls = (*list(CALLS.values())[:4], lambda x, rank: ltx.ppermute(x, [(rank, 1 - rank)]))
-        found = [said(RankMismatchError, call, x, rank) for call in calls]
-        return [*found, said(RankMismatchError, ltx.gather, torch.ones(12 + rank))]
-
-    *arguments, shape = ranks(2).run(run).replicated()
-    assert all("its arguments: rank 0: arguments [(0" in text and "rank 1: arguments [(1" in text for text in arguments)
-    assert "rank 0: float32[12]; rank 1: float32[13]" in shape
+@on_ranks(2)
+def test_ranks_that_disagree() -> None:
+    rank, x = int(ltx.axis_index()), torch.ones(2, 11)  # which is new to both
+    for call in (*list(CALLS.values())[:4], lambda x, rank: ltx.ppermute(x, [(rank, 1 - rank)])):
+        text = said(RankMismatchError, call, x, rank)
+        assert "its arguments: rank 0: arguments [(0" in text
+        assert "rank 1: arguments [(1" in text
+    refuses(RankMismatchError, r"rank 0: float32\[12\]; rank 1: float32\[13\]", ltx.gather, torch.ones(12 + rank))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import ltx
 from ltx.errors import AxisError, RankMismatchError
 from tests import inside
 from tests.kinds import OnNewAxis, Ranks
-from tests.train_on import mine, on_ranks, said
+from tests.train_on import mine, on_ranks, refuses, said
 
 SHAPES: dict[str, list[tuple[int, ...]]] = {
     "rows": [(2, 3), (0, 3), (5, 3)],
@@ -214,18 +214,14 @@ def test_what_fits_on_no_rank() -> None:
     assert last == "[1.0, 1.0]"
 
 
-def test_all_to_all_nobody_raises_alone(ranks: Ranks) -> None:
-    def run() -> list[str]:
-        rank, raises = int(ltx.axis_index()), (RankMismatchError, AxisError)
-        # Rank 1's splits don't add up; then only rank 0 receives chunks of unequal lengths.
-        return [
-            said(raises, ltx.all_to_all, torch.ones(4, 2), 0, concat_dim, splits=splits)
-            for splits, concat_dim in (([2, 2 + rank], 0), ([1 + rank, 3 - rank] if rank else [1, 3], 1))
-        ]
-
-    first, second = ranks(2).run(run).replicated()
-    assert "rank 0: splits [2, 2]; rank 1: splits [2, 3] add up to 5" in first
-    assert "can't be concatenated" in second
+@on_ranks(2)
+def test_all_to_all_nobody_raises_alone() -> None:
+    rank, raises = int(ltx.axis_index()), (RankMismatchError, AxisError)
+    # Rank 1's splits don't add up; then only rank 0 receives chunks of unequal lengths.
+    text = said(raises, ltx.all_to_all, torch.ones(4, 2), 0, 0, splits=[2, 2 + rank])
+    assert "rank 0: splits [2, 2]; rank 1: splits [2, 3] add up to 5" in text
+    text = said(raises, ltx.all_to_all, torch.ones(4, 2), 0, 1, splits=[1 + rank, 3 - rank])
+    assert "can't be concatenated" in text
 
 
 def _ragged(n: int, lengths: list[list[int]], dim: int) -> list[dict[str, Tensor]]:
@@ -281,36 +277,29 @@ def test_inferred_dtypes(ranks: Ranks, dtype: torch.dtype) -> None:
     assert torch.equal(found.view(torch.uint8), torch.cat([x.view(torch.uint8) for x in xs]))
 
 
-def test_what_inferring_sends(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_what_inferring_sends() -> None:
     """The lengths of all leaves in one message, and then no more comparing: the shapes follow from them."""
 
-    def run() -> tuple[list[tuple[str, str]], int]:
-        axis_comm, rank = inside.resolve("data").comm, int(ltx.axis_index())
+    def call(length: int) -> None:
+        ltx.all_gather([torch.ones(length, 7), torch.ones(1)], tiled=True, splits="infer")
 
-        def call(length: int) -> None:
-            ltx.all_gather([torch.ones(length, 7), torch.ones(1)], tiled=True, splits="infer")
-
-        call(1)
-        compared = axis_comm.user.compared
-        with ltx.profile.record() as trace:
-            call(5 + rank)
-        return [(event.operation, event.label) for event in trace.events], axis_comm.user.compared - compared
-
-    label = 'all_gather(splits="infer"): lengths'
-    want = [("all_gather", label), ("all_gather", "all_gather"), ("all_gather", "all_gather")]
-    assert ranks(2).run(run).replicated() == (want, 0)
+    call(1)
+    user = inside.resolve("data").comm.user
+    compared = user.compared
+    with ltx.profile.record() as trace:
+        call(5 + int(ltx.axis_index()))
+    labels = ['all_gather(splits="infer"): lengths', "all_gather", "all_gather"]
+    assert [(event.operation, event.label) for event in trace.events] == [("all_gather", label) for label in labels]
+    assert user.compared == compared
 
 
-def test_inferred_under_vmap_and_in_groups(ranks: Ranks, seed: int) -> None:
-    def run() -> tuple[Tensor, Tensor]:
-        rank = int(ltx.axis_index())
-        x = torch.arange(3.0 * (1 + rank)).view(3, 1 + rank)
-        batched = torch.vmap(lambda x: ltx.all_gather(x, tiled=True, splits="infer"))(x)
-        return batched, ltx.all_gather(x.T, tiled=True, splits="infer", axis_index_groups=[[1, 0]])
-
+@on_ranks(2)
+def test_inferred_under_vmap_and_in_groups() -> None:
     parts = [torch.arange(3.0 * (1 + rank)).view(3, 1 + rank) for rank in range(2)]
-    batched, turned = ranks(2).run(run).replicated()
+    batched = torch.vmap(lambda x: ltx.all_gather(x, tiled=True, splits="infer"))(mine(parts))
     assert torch.equal(batched, torch.cat(parts, 1))
+    turned = ltx.all_gather(mine(parts).T, tiled=True, splits="infer", axis_index_groups=[[1, 0]])
     assert torch.equal(turned, torch.cat(parts[::-1], 1).T)
 
 
@@ -388,13 +377,12 @@ def test_both_known(on_new_axis: OnNewAxis) -> None:
     assert all("a peer has issued another collective here" in text for text in on_new_axis(run))
 
 
-def test_what_can_not_be_inferred(ranks: Ranks) -> None:
-    def run() -> str:
-        with pytest.raises(RankMismatchError, match=r"rank 0: float32\[\]; rank 1: float32\[any\]"):
-            ltx.all_gather({"w": torch.ones(2) if ltx.axis_index() else torch.tensor(1.0)}, tiled=True, splits="infer")
-        with pytest.raises(AxisError, match=r"all_gather: dim=0 is out of range for a tensor of shape \[\]"):
-            ltx.all_gather(torch.tensor(1.0), tiled=True, splits="infer")
-        return said(RankMismatchError, ltx.all_gather, torch.ones(17 + int(ltx.axis_index())), tiled=True)
-
-    hint = ranks(2).run(run).replicated()
+@on_ranks(2)
+def test_what_can_not_be_inferred() -> None:
+    rank, infer = int(ltx.axis_index()), {"tiled": True, "splits": "infer"}
+    given = {"w": torch.ones(2) if rank else torch.tensor(1.0)}
+    refuses(RankMismatchError, r"rank 0: float32\[\]; rank 1: float32\[any\]", ltx.all_gather, given, **infer)
+    text = r"all_gather: dim=0 is out of range for a tensor of shape \[\]"
+    refuses(AxisError, text, ltx.all_gather, torch.tensor(1.0), **infer)
+    hint = said(RankMismatchError, ltx.all_gather, torch.ones(17 + rank), tiled=True)
     assert hint.endswith('shapes and dtypes; ltx.all_gather(x, tiled=True, splits="infer") takes unequal lengths.')
