@@ -6,7 +6,6 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -134,13 +133,6 @@ def test_each_rank_gets_its_share(name: str, ranks: Ranks) -> None:
     items, size, pad, expected = SHARES[name]
     found = [ltx.share_out(items, pad=pad)] if size == 1 else ranks(size).run(ltx.share_out, items, pad=pad)
     assert plain(found) == plain(expected)
-
-
-def test_processes_join_their_shares(ranks: Ranks) -> None:
-    def on_a_rank(pad: bool) -> list[str]:
-        return list(chain(*ltx.all_gather_object(ltx.share_out(WORDS, pad=pad))))
-
-    assert [ranks(2).run(on_a_rank, pad).replicated()[:5] for pad in (False, True)] == [WORDS, WORDS]
 
 
 @pytest.mark.parametrize(
