@@ -114,20 +114,12 @@ CAPTURED = ("a parameter", "a value", "features of the batch", "a module")
 
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("captured", CAPTURED)
-def test_on_processes(captured: str, inner: str, ranks: Ranks, seed: int) -> None:
-    wanted = expected(captured, seed, 2)
-    for found in ranks(2).run(gradients, captured, inner, seed):
+@pytest.mark.parametrize("size", [1, 2])
+def test_on_processes(size: int, captured: str, inner: str, ranks: Ranks, seed: int) -> None:
+    wanted = expected(captured, seed, size)
+    for found in ranks(size).run(gradients, captured, inner, seed):
         for name, grads in found.items():
             torch.testing.assert_close(grads, wanted, msg=lambda text, name=name: f"{name}: {text}")
-
-
-@pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("captured", CAPTURED)
-def test_alone(captured: str, inner: str, seed: int) -> None:
-    with ltx.init():
-        found = gradients(captured, inner, seed)
-    for name, grads in found.items():
-        torch.testing.assert_close(grads, expected(captured, seed, 1), msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("inner", [name for name in INNER if name != "accumulate"])
@@ -180,7 +172,8 @@ def test_a_step_in_a_backward_pass(curved: str, way: str) -> None:
     torch.testing.assert_close(got, 2 * factor)
 
 
-def test_a_value_in_an_attribute_that_is_differentiated_later(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_a_value_in_an_attribute_that_is_differentiated_later() -> None:
     """The step has run before, with a constant there."""
 
     class Model:
@@ -194,13 +187,10 @@ def test_a_value_in_an_attribute_that_is_differentiated_later(ranks: Ranks) -> N
             self.a = a
             return self.step(w, x)
 
-    def run() -> tuple[Tensor, Tensor]:
-        model, w, x = Model(), torch.tensor(0.5), torch.tensor([1.0, 2.0])
-        torch.func.grad(model.step)(w, x)
-        return torch.func.grad(model.joint, argnums=(0, 1))(w, torch.tensor(2.0), x)
-
-    for by_w, by_a in ranks(2).run(run):
-        torch.testing.assert_close((by_w, by_a), (torch.tensor(-4.0), torch.tensor(1.25)))
+    model, w, x = Model(), torch.tensor(0.5), torch.tensor([1.0, 2.0])
+    torch.func.grad(model.step)(w, x)
+    by_w_and_a = torch.func.grad(model.joint, argnums=(0, 1))(w, torch.tensor(2.0), x)
+    torch.testing.assert_close(by_w_and_a, (torch.tensor(-4.0), torch.tensor(1.25)))
 
 
 @pytest.mark.parametrize("grad", [torch.func.grad, ltx.grad])
@@ -228,24 +218,21 @@ def test_after_a_collective_of_the_inner_step(grad: Any) -> None:
 
 
 @pytest.mark.parametrize("grad", [torch.func.grad, ltx.grad])
-def test_an_inner_step_that_is_kept(grad: Any, ranks: Ranks) -> None:
+@on_ranks(2)
+def test_an_inner_step_that_is_kept(grad: Any) -> None:
     """It reads an attribute that each outer step sets anew, where the last one's lies until then."""
 
-    def run() -> list[float]:
-        class Holder:
-            a = torch.ones(3)
+    class Holder:
+        a = torch.ones(3)
 
-        held, x = Holder(), torch.tensor([1.0, 2.0, 3.0]) + ltx.axis_index()
-        inner = ltx.data_parallel(lambda w, x: (held.a * (w - x) ** 2).mean())
+    held, x = Holder(), torch.tensor([1.0, 2.0, 3.0]) + ltx.axis_index()
+    inner = ltx.data_parallel(lambda w, x: (held.a * (w - x) ** 2).mean())
 
-        def outer(h: Tensor, x: Tensor) -> Tensor:
-            held.a = h.exp()
-            return (grad(inner)(torch.zeros(3), x) * x).sum()
+    def outer(h: Tensor, x: Tensor) -> Tensor:
+        held.a = h.exp()
+        return (grad(inner)(torch.zeros(3), x) * x).sum()
 
-        step = ltx.data_parallel(outer)
-        grad(inner)(torch.zeros(3), x)
-        return [float(ltx.grad(step)(torch.zeros(3), x).sum()) for _ in range(25)]
-
-    for found in ranks(2).run(run):
-        assert len(set(found)) == 1
-        assert found[0] != 0
+    step = ltx.data_parallel(outer)
+    grad(inner)(torch.zeros(3), x)
+    (found,) = {float(ltx.grad(step)(torch.zeros(3), x).sum()) for _ in range(25)}
+    assert found != 0
