@@ -331,89 +331,76 @@ def test_where_it_cannot_run(ranks: Ranks) -> None:
 
 @pytest.mark.full
 @pytest.mark.slow_compile
-def test_not_in_a_compiled_graph(ranks: Ranks) -> None:
-    def run() -> tuple[str, Tensor]:
-        strategy = strategy_of(default_hooks.allreduce_hook)
-        step = ltx.data_parallel(lambda w: (w**2).sum(), strategy)
-        with pytest.raises(RuntimeError) as caught:
-            torch.compile(torch.func.grad(step), backend="aot_eager", fullgraph=True)(torch.ones(2))
-        inside = ltx.data_parallel(torch.compile(lambda w: (w**2).sum(), backend="aot_eager"), strategy)
-        w = torch.ones(2, requires_grad=True)
-        inside(w).backward()
-        torch.compiler.reset()
-        return str(caught.value), w.grad
-
-    for text, grad in ranks(2).run(run):
-        assert "UnsupportedError" in text  # inside Dynamo's
-        assert "can't be part of a compiled graph. Compile the step inside" in text
-        assert grad.tolist() == [2.0, 2.0]
+@on_ranks(2)
+def test_not_in_a_compiled_graph() -> None:
+    strategy = strategy_of(default_hooks.allreduce_hook)
+    step = ltx.data_parallel(lambda w: (w**2).sum(), strategy)
+    compiled = torch.compile(torch.func.grad(step), backend="aot_eager", fullgraph=True)
+    text = train_on.said(RuntimeError, compiled, torch.ones(2))
+    assert "UnsupportedError" in text  # inside Dynamo's
+    assert "can't be part of a compiled graph. Compile the step inside" in text
+    inside = ltx.data_parallel(torch.compile(lambda w: (w**2).sum(), backend="aot_eager"), strategy)
+    w = torch.ones(2, requires_grad=True)
+    inside(w).backward()
+    torch.compiler.reset()
+    assert w.grad.tolist() == [2.0, 2.0]  # type: ignore[union-attr]
 
 
-def test_group_and_axis_must_have_the_same_ranks(ranks: Ranks) -> None:
-    def run() -> tuple[str, float]:
-        def grad(state: Any, axis: ltx.Axis) -> Tensor:
-            step = ltx.data_parallel(lambda w: (w * ltx.world().rank).sum(), strategy_of(_reduces, state), axis=axis)
-            return torch.func.grad(step)(torch.ones(1))
+@on_ranks(2)
+def test_group_and_axis_must_have_the_same_ranks() -> None:
+    def grad(state: Any, axis: ltx.Axis) -> Tensor:
+        step = ltx.data_parallel(lambda w: (w * ltx.world().rank).sum(), strategy_of(_reduces, state), axis=axis)
+        return torch.func.grad(step)(torch.ones(1))
 
-        def alone() -> tuple[Any, ltx.Axis]:
-            mine = [dist.new_group([r]) for r in range(2)][dist.get_rank()]
-            return mine, ltx.axis_from_group(mine, "alone")
+    def alone() -> tuple[Any, ltx.Axis]:
+        mine = [dist.new_group([r]) for r in range(2)][dist.get_rank()]
+        return mine, ltx.axis_from_group(mine, "alone")
 
-        text = train_on.said(AxisError, grad, None, alone()[1])
-        ltx.init()
-        mine, axis = alone()
-        local = grad(mine, axis).item()
-        inside.close_axis(axis)
-        return text, local
-
-    for rank, (text, local) in enumerate(ranks(2).run(run)):
-        assert "FromTorch(_reduces, NoneType) communicates with ranks [0, 1] of the default process group" in text
-        assert f"axis 'alone' has ranks [{rank}]" in text
-        assert local == rank
+    text = train_on.said(AxisError, grad, None, alone()[1])
+    assert "FromTorch(_reduces, NoneType) communicates with ranks [0, 1] of the default process group" in text
+    assert f"axis 'alone' has ranks [{ltx.world().rank}]" in text
+    ltx.init()
+    mine, axis = alone()
+    assert grad(mine, axis).item() == ltx.world().rank
+    inside.close_axis(axis)
 
 
 def _reduces(state: Any, bucket: Any) -> Any:
     return default_hooks.allreduce_hook(state, bucket)
 
 
-def test_second_derivatives_are_exact(ranks: Ranks) -> None:
-    def run() -> Tensor:
-        step = ltx.data_parallel(
-            lambda w: (w**3).sum() * (1 + ltx.axis_index()), strategy_of(default_hooks.fp16_compress_hook)
-        )
-        return torch.func.jacfwd(torch.func.grad(step))(torch.tensor([1.0, 2.0]))
-
-    torch.testing.assert_close(ranks(2).run(run).replicated(), torch.diag(torch.tensor([9.0, 18.0])))
-
-
-def test_with_an_optimizer_that_overlaps(ranks: Ranks, seed: int) -> None:
-    def run() -> tuple[Params, Params]:
-        torch.manual_seed(seed)
-        module = model()
-        start, batches = dict(module.named_parameters()), [batch(seed, i) for i in range(3)]
-        sgd, found = ltx.optim.from_torch(torch.optim.SGD, lr=0.01), []
-        for comm_hook in (from_torch(default_hooks.allreduce_hook), "allreduce"):
-            strategy = ltx.DDPStrategy(comm_hook=comm_hook, bucket_bytes=1000, first_bucket_bytes=1000)
-            step = ltx.data_parallel(functools.partial(loss_of, module), strategy)
-            found.append(train_on.trained(step, sgd, start, batches, overlap="update").params)
-        return found[0], found[1]
-
-    for got, want in ranks(2).run(run):
-        torch.testing.assert_close(got, want)
+@on_ranks(2)
+def test_second_derivatives_are_exact() -> None:
+    step = ltx.data_parallel(
+        lambda w: (w**3).sum() * (1 + ltx.axis_index()), strategy_of(default_hooks.fp16_compress_hook)
+    )
+    second = torch.func.jacfwd(torch.func.grad(step))(torch.tensor([1.0, 2.0]))
+    torch.testing.assert_close(second, torch.diag(torch.tensor([9.0, 18.0])))
 
 
-def test_ranks_that_differ_in_order_dont_wait_for_each_other(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_with_an_optimizer_that_overlaps(seed: int) -> None:
+    torch.manual_seed(seed)
+    module = model()
+    start, batches = dict(module.named_parameters()), [batch(seed, i) for i in range(3)]
+    sgd, found = ltx.optim.from_torch(torch.optim.SGD, lr=0.01), []
+    for comm_hook in (from_torch(default_hooks.allreduce_hook), "allreduce"):
+        strategy = ltx.DDPStrategy(comm_hook=comm_hook, bucket_bytes=1000, first_bucket_bytes=1000)
+        step = ltx.data_parallel(functools.partial(loss_of, module), strategy)
+        found.append(train_on.trained(step, sgd, start, batches, overlap="update").params)
+    torch.testing.assert_close(*found)
+
+
+@on_ranks(2)
+def test_ranks_that_differ_in_order_dont_wait_for_each_other() -> None:
     """On rank 0 the gradient of z comes before that of a psum, on rank 1 after it."""
 
-    def run() -> Params:
-        def loss(params: Params) -> Tensor:
-            c, z = params["c"], params["z"]
-            return (ltx.psum(c.sum()) * z).sum() if ltx.world().rank == 0 else ltx.psum(c.sum() * z.sum())
+    def loss(params: Params) -> Tensor:
+        c, z = params["c"], params["z"]
+        return (ltx.psum(c.sum()) * z).sum() if ltx.world().rank == 0 else ltx.psum(c.sum() * z.sum())
 
-        step = ltx.data_parallel(loss, strategy_of(default_hooks.allreduce_hook, nbytes=8))
-        return torch.func.grad(step)({name: torch.ones(2) for name in "cz"})
-
-    grads = ranks(2).run(run).replicated()
+    step = ltx.data_parallel(loss, strategy_of(default_hooks.allreduce_hook, nbytes=8))
+    grads = torch.func.grad(step)({name: torch.ones(2) for name in "cz"})
     # Of (z p + p) / 2 at c = z = 2, where p = c + z c is the psum.
     assert grads["z"].tolist() == [6.0, 6.0]
     assert grads["c"].tolist() == [4.5, 4.5]

@@ -17,7 +17,7 @@ from ltx.hooks import BucketInput, CollectiveRequest, CommHook, error_feedback, 
 from tests.contract.hooks.table import quarter, spread
 from tests.inside import stateful
 from tests.kinds import Ranks
-from tests.train_on import refuses, said, trained
+from tests.train_on import on_ranks, refuses, said, trained
 from tests.twins.training import sgd
 
 
@@ -163,14 +163,11 @@ def test_steps_are_counted_for_a_hook_that_changes(ranks: Ranks, seed: int) -> N
     assert not torch.equal(exact, half)
 
 
-def test_the_mean_of_what_each_rank_sends(ranks: Ranks, seed: int) -> None:
-    def run() -> tuple[Tensor, Tensor]:
-        x = torch.randn(64)
-        got, _ = ltx.sync_gradients(x, ltx.DDPStrategy(comm_hook=from_functions(quarter, spread)))
-        return got, ltx.psum(spread(quarter(x / ltx.world().size), 64))
-
-    for got, expected in ranks(3).run(run):
-        torch.testing.assert_close(got, expected)
+@on_ranks(3)
+def test_the_mean_of_what_each_rank_sends(seed: int) -> None:
+    x = torch.randn(64)
+    got, _ = ltx.sync_gradients(x, ltx.DDPStrategy(comm_hook=from_functions(quarter, spread)))
+    torch.testing.assert_close(got, ltx.psum(spread(quarter(x / ltx.world().size), 64)))
 
 
 def test_messages_that_are_views_of_others_conjugated_or_negated(ranks: Ranks, seed: int) -> None:
@@ -184,14 +181,12 @@ def test_messages_that_are_views_of_others_conjugated_or_negated(ranks: Ranks, s
         torch.testing.assert_close(found.replicated(), x.mean(0))
 
 
-def test_messages_whose_length_depends_on_the_values_are_refused(ranks: Ranks, seed: int) -> None:
-    def run() -> str:
-        hook = from_functions(lambda x: x[x > 0], lambda message, numel: message.new_zeros(numel))
-        return said(LtxError, lambda: ltx.sync_gradients(torch.randn(64), ltx.DDPStrategy(comm_hook=hook)))
-
-    for text in ranks(2).run(run):
-        assert "must follow from the length and dtype of its argument" in text
-        assert "and for as many zeros torch.float32 of shape [0]" in text
+@on_ranks(2)
+def test_messages_whose_length_depends_on_the_values_are_refused(seed: int) -> None:
+    hook = from_functions(lambda x: x[x > 0], lambda message, numel: message.new_zeros(numel))
+    text = said(LtxError, lambda: ltx.sync_gradients(torch.randn(64), ltx.DDPStrategy(comm_hook=hook)))
+    assert "must follow from the length and dtype of its argument" in text
+    assert "and for as many zeros torch.float32 of shape [0]" in text
 
 
 @pytest.mark.parametrize(
