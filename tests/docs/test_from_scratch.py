@@ -14,7 +14,7 @@ import ltx
 from ltx.core.gradients.marker import can_raise_priority
 from tests.kinds import Ranks
 from tests.test_readme import DOCS, ROOT, blocks_of, run_in_order
-from tests.train_on import go_on
+from tests.train_on import go_on, on_ranks
 
 PAGE = DOCS / "concepts" / "from-scratch.md"
 BLOCKS = blocks_of(PAGE)
@@ -103,25 +103,21 @@ def differences(mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float
 
 
 @pytest.mark.parametrize("buckets", [{}, {"limit": 200}], ids=["one mark", "buckets"])
-def test_on_two_processes_it_gives_the_bits_of_ltx(buckets: dict[str, Any], ranks: Ranks) -> None:
-    def run() -> dict[str, float]:
-        names = page()
-        with ltx.init() as world, names["processes"]():
-            x, y = X[world.rank], Y[world.rank]
-            return differences(computed(of_page(names, **buckets), PARAMS, x, y), computed(of_ltx(), PARAMS, x, y))
-
-    assert list(ranks(2).run(run)) == [{}, {}]
+@on_ranks(2)
+def test_on_two_processes_it_gives_the_bits_of_ltx(buckets: dict[str, Any]) -> None:
+    names = page()
+    with ltx.init() as world, names["processes"]():
+        x, y = X[world.rank], Y[world.rank]
+        assert not differences(computed(of_page(names, **buckets), PARAMS, x, y), computed(of_ltx(), PARAMS, x, y))
 
 
-def test_on_simulated_ranks_it_gives_the_bits_of_ltx(ranks: Ranks) -> None:
-    def run() -> dict[str, float]:
-        names = page()
-        # Each rank has its own parameters, as ltx's marks make them: with one matrix for all another kernel multiplies.
-        params = {name: value.expand(2, *value.shape) for name, value in PARAMS.items()}
-        mine = names["simulate"](2, lambda *given: computed(of_page(names, limit=200), *given))(params, X, Y)
-        return differences(mine, ltx.vmap(lambda *given: computed(of_ltx(), *given))(params, X, Y))
-
-    assert list(ranks(2).run(run)) == [{}, {}]
+@on_ranks(2)
+def test_on_simulated_ranks_it_gives_the_bits_of_ltx() -> None:
+    names = page()
+    # Each rank has its own parameters, as ltx's marks make them: with one matrix for all another kernel multiplies.
+    params = {name: value.expand(2, *value.shape) for name, value in PARAMS.items()}
+    mine = names["simulate"](2, lambda *given: computed(of_page(names, limit=200), *given))(params, X, Y)
+    assert not differences(mine, ltx.vmap(lambda *given: computed(of_ltx(), *given))(params, X, Y))
 
 
 def order_of_events() -> list[str]:

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 import ltx
 from tests.kinds import Params, Ranks
 from tests.test_readme import DOCS, blocks_of, run_in_order
+from tests.train_on import on_ranks
 
 PAGE = "write-a-hook.md"
 N, SAMPLES, DECAY = 2, 16, 0.9
@@ -146,16 +147,12 @@ def test_samples_are_drawn_by_themselves(ranks: Callable[[int], ltx.Pool], tmp_p
     assert (torch.corrcoef(joined.T) - torch.eye(7)).abs().max() < 0.14
 
 
-def test_a_rank_without_samples_of_its_own_has_a_batch(ranks: Callable[[int], ltx.Pool], tmp_path: Path) -> None:
+@on_ranks(2)
+def test_a_rank_without_samples_of_its_own_has_a_batch(tmp_path: Path) -> None:
     """torch.func.vmap takes none of no samples for most layers."""
-
-    def lengths() -> list[tuple[int, float]]:
-        poisson = run_in_order(str(POISSON), blocks_of(POISSON)[:1], str(tmp_path))["poisson"]
-        with ltx.init():
-            return [(len(chosen), float(weights[-1])) for chosen, weights in poisson(1, 0.5, 20, 0)]
-
-    for found in ranks(2).run(lengths):
-        assert all(length and last == 0.0 for length, last in found)
+    poisson = run_in_order(str(POISSON), blocks_of(POISSON)[:1], str(tmp_path))["poisson"]
+    with ltx.init():
+        assert all(len(chosen) and weights[-1] == 0.0 for chosen, weights in poisson(1, 0.5, 20, 0))
 
 
 OPTIMIZERS = "write-an-optimizer.md"

@@ -19,7 +19,7 @@ from ltx.errors import CollectiveTimeoutError, LtxError, RankMismatchError, Tree
 from tests import inside, train_on
 from tests.forks import settles
 from tests.inside import axes_in_scope
-from tests.kinds import OnNewAxis, Ranks
+from tests.kinds import OnNewAxis
 from tests.train_on import on_ranks
 
 Call = Callable[[int], Any]
@@ -386,20 +386,17 @@ def test_orders_of_arrival_that_differ_are_rank_0_s(on_new_axis: OnNewAxis) -> N
     assert {name: x.tolist() for name, x in got.items()} == {"x": [0.0, 0.0], "y": [1.5, 1.5], "z": [3.0, 3.0]}
 
 
-def test_ranks_that_differ_in_their_other_groups(ranks: Ranks) -> None:
+@on_ranks(3)
+def test_ranks_that_differ_in_their_other_groups() -> None:
     """Ranks 0 and 1 hold a pair's channels besides, so the next line is not the same number of groups away."""
-
-    def run() -> float:
-        pair, everyone = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
-        opened = [inside.open_axis("pair", pair, timedelta(seconds=60))] if dist.get_rank() < 2 else []
-        opened.append(inside.open_axis("everyone", everyone, timedelta(seconds=60)))
-        try:
-            return float(ltx.psum(torch.tensor(1.0 + dist.get_rank()), opened[-1]))
-        finally:
-            for axis in opened:
-                inside.close_axis(axis)
-
-    assert ranks(3).run(run).replicated() == 6.0
+    pair, everyone = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
+    opened = [inside.open_axis("pair", pair, timedelta(seconds=60))] if dist.get_rank() < 2 else []
+    opened.append(inside.open_axis("everyone", everyone, timedelta(seconds=60)))
+    try:
+        assert ltx.psum(torch.tensor(1.0 + dist.get_rank()), opened[-1]) == 6.0
+    finally:
+        for axis in opened:
+            inside.close_axis(axis)
 
 
 @on_ranks(2)

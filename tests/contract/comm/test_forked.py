@@ -124,17 +124,15 @@ def test_a_rank_that_has_ended_is_known_to_have_though_a_fork_of_it_lives(socket
     assert "sign of life" not in text
 
 
-def test_a_fork_that_closes_its_copy_of_an_axis_does_not_end_the_rank(ranks: Ranks) -> None:
-    def on_each() -> Any:
-        axis_comm = resolve(None).comm
-        assert axis_comm is not None
-        assert axis_comm.user.transport is not None
-        child = get_context("fork").Process(target=axis_comm.user.transport.close)
-        child.start()
-        child.join(60)
-        return child.exitcode, ltx.psum(torch.ones(())).item(), axis_comm.peers.gone("dead")
-
-    assert ranks(2).run(on_each).replicated() == (0, 2.0, [])
+@on_ranks(2)
+def test_a_fork_that_closes_its_copy_of_an_axis_does_not_end_the_rank() -> None:
+    axis_comm = resolve(None).comm
+    assert axis_comm is not None
+    assert axis_comm.user.transport is not None
+    child = get_context("fork").Process(target=axis_comm.user.transport.close)
+    child.start()
+    child.join(60)
+    assert (child.exitcode, ltx.psum(torch.ones(())).item(), axis_comm.peers.gone("dead")) == (0, 2.0, [])
 
 
 def _refused(call: Callable[[], Any]) -> str:

@@ -25,7 +25,7 @@ from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction, to_to
 from tests import inside
 from tests.contract.hooks.table import HOOKS, MOST
 from tests.kinds import OnNewAxis, Params, Ranks
-from tests.train_on import refuses, said
+from tests.train_on import on_ranks, refuses, said
 from tests.twins.feedback import ErrorFeedback
 
 MIB = 1 << 20
@@ -218,23 +218,21 @@ def test_any_order_of_landing(hook: CommHook, ranks: Ranks, seed: int) -> None:
         assert max(places) == 3
 
 
-def test_buckets_are_sent_during_the_backward_pass(ranks: Ranks, seed: int) -> None:
-    def run() -> list[str]:
-        net = new_net(seed)
-        ddp = under_ddp(net, hooks.AllReduce(), **SMALL)
-        log: list[tuple[float, str]] = []
-        for k, layer in enumerate(net.layers):
-            layer.register_full_backward_hook(lambda *_, k=k: log.append((time.perf_counter(), f"layer {k}")))
-        ddp(batch(seed, 0)).backward()  # in one bucket
-        log.clear()
-        with ltx.profile.record() as trace:
-            ddp(batch(seed, 1)).backward()
-        log.extend((event.issued_s, event.label) for event in trace.events if event.label.startswith("bucket"))
-        return [label for _, label in sorted(log)]
-
-    for order in ranks(2).run(run):
-        assert order.index("bucket 0") < order.index("layer 1")
-        assert order.index("bucket 1") < order.index("layer 0")
+@on_ranks(2)
+def test_buckets_are_sent_during_the_backward_pass(seed: int) -> None:
+    net = new_net(seed)
+    ddp = under_ddp(net, hooks.AllReduce(), **SMALL)
+    log: list[tuple[float, str]] = []
+    for k, layer in enumerate(net.layers):
+        layer.register_full_backward_hook(lambda *_, k=k: log.append((time.perf_counter(), f"layer {k}")))
+    ddp(batch(seed, 0)).backward()  # in one bucket
+    log.clear()
+    with ltx.profile.record() as trace:
+        ddp(batch(seed, 1)).backward()
+    log.extend((event.issued_s, event.label) for event in trace.events if event.label.startswith("bucket"))
+    order = [label for _, label in sorted(log)]
+    assert order.index("bucket 0") < order.index("layer 1")
+    assert order.index("bucket 1") < order.index("layer 0")
 
 
 def test_hooks_that_change_with_the_step(ranks: Ranks, seed: int) -> None:

@@ -22,7 +22,7 @@ from ltx.strategies import StepInfo
 from tests import train_on
 from tests.inside import find
 from tests.kinds import Ranks
-from tests.train_on import refuses, said
+from tests.train_on import on_ranks, refuses, said
 
 XS = torch.arange(6.0).reshape(2, 3)
 
@@ -291,16 +291,13 @@ def test_data_parallel_within_a_node(ranks: Ranks) -> None:
 
 
 @pytest.mark.full
-def test_parts_are_closed_with_their_axis(ranks: Ranks) -> None:
-    def run() -> tuple[int, int]:
-        before = len(torch.distributed.distributed_c10d._world.pg_map)
-        with ltx.axis_from_group([0, 1, 2, 3]) as axis:
-            ltx.psum(torch.ones(1), inner(axis, 2))
-            ltx.psum(torch.ones(1), outer(axis, 2))
-        return before, len(torch.distributed.distributed_c10d._world.pg_map)
-
-    for before, after in ranks(4).run(run):
-        assert before == after
+@on_ranks(4)
+def test_parts_are_closed_with_their_axis() -> None:
+    before = len(torch.distributed.distributed_c10d._world.pg_map)
+    with ltx.axis_from_group([0, 1, 2, 3]) as axis:
+        ltx.psum(torch.ones(1), inner(axis, 2))
+        ltx.psum(torch.ones(1), outer(axis, 2))
+    assert len(torch.distributed.distributed_c10d._world.pg_map) == before
 
 
 ROOT = Path(__file__).parents[3]

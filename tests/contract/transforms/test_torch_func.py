@@ -220,22 +220,18 @@ def test_what_is_differentiated_besides_keeps_its_gradient() -> None:
     assert torch.equal(torch.func.jvp(lambda w: ltx.grad(step)(w, x), (w,), (torch.ones(2),))[1], 2 * mean)
 
 
-def test_no_parameters_at_all(ranks: Ranks) -> None:
-    def nothing() -> Any:
-        step = ltx.data_parallel(lambda p, x: x.sum())
-        return [grad_and_value(step)({}, W)[0] for grad_and_value in (ltx.grad_and_value, torch.func.grad_and_value)]
-
-    assert list(ranks(2).run(nothing)) == [[{}, {}]] * 2
+@on_ranks(2)
+def test_no_parameters_at_all() -> None:
+    step = ltx.data_parallel(lambda p, x: x.sum())
+    assert [ltx.grad_and_value(step)({}, W)[0], torch.func.grad_and_value(step)({}, W)[0]] == [{}, {}]
 
 
-def test_aux_in_processes_has_no_graph(ranks: Ranks) -> None:
-    def run() -> tuple[list[float], float, float, bool]:
-        step = ltx.data_parallel(lambda w, x: ((w * x).sum(), {"product": w * x, "name": "x"}))
-        grads, (loss, aux) = ltx.grad_and_value(step, has_aux=True)(W, X[int(ltx.axis_index())])
-        assert aux["name"] == "x"
-        return grads.tolist(), loss.item(), aux["product"].sum().item(), aux["product"].requires_grad
-
-    assert list(ranks(2).run(run)) == [(MEAN, 5.0, 5.0, False), (MEAN, 13.0, 13.0, False)]
+@on_ranks(2)
+def test_aux_in_processes_has_no_graph() -> None:
+    step = ltx.data_parallel(lambda w, x: ((w * x).sum(), {"product": w * x, "name": "x"}))
+    grads, (loss, aux) = ltx.grad_and_value(step, has_aux=True)(W, X[int(ltx.axis_index())])
+    assert (grads.tolist(), aux["name"], aux["product"].requires_grad) == (MEAN, "x", False)
+    assert loss == aux["product"].sum() == (5.0, 13.0)[int(ltx.axis_index())]
 
 
 def test_none_among_parameters_is_an_empty_node() -> None:

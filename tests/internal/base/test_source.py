@@ -18,9 +18,9 @@ from torch import Tensor
 import ltx
 from ltx.core.base import private
 from ltx.errors import UnsupportedError
-from tests.kinds import Params, Ranks
+from tests.kinds import Params
 from tests.programs import printed
-from tests.train_on import refuses, trained
+from tests.train_on import on_ranks, refuses, trained
 
 LTX = Path(__file__).parents[3] / "ltx"
 #: Uses elsewhere, by file. They only go down.
@@ -148,25 +148,21 @@ def squares(params: Params, x: Tensor) -> ltx.Weighted:
 
 @pytest.mark.full(but=2)
 @pytest.mark.parametrize("hook", HOOKS, ids=str)
-def test_training(hook: Any, ranks: Ranks) -> None:
+@on_ranks(2)
+def test_training(hook: Any) -> None:
     """As with the CPU, where the default is a device whose tensors have no values."""
-
-    def run() -> list[Any]:
-        torch.manual_seed(int(ltx.axis_index()))
-        x, strategy, found = torch.randn(5, 4, 3), ltx.DDPStrategy(comm_hook=hook) if hook else None, []
-        for default in ("cpu", "meta"):
-            params = {"w": torch.linspace(-1, 1, 12).view(3, 4), "b": torch.ones(4)}
-            with torch.device(default):
-                adamw = ltx.optim.from_torch(torch.optim.AdamW, lr=0.1)
-                optimizer = ltx.optim.chain(ltx.optim.clip_by_global_norm(1.0), adamw)
-                state, metrics = trained(squares, optimizer, params, x, strategy, guard="skip")
-                ltx.barrier()
-                told = float(metrics[-1].loss), float(ltx.psum(2.0)), len(ltx.all_gather_object("a"))
-                found.append((ltx.tree.flatten(state.params)[0], told))
-        return found
-
-    for usual, elsewhere in ranks(2).run(run):
-        torch.testing.assert_close(elsewhere, usual, rtol=0, atol=0)
+    torch.manual_seed(int(ltx.axis_index()))
+    x, strategy, found = torch.randn(5, 4, 3), ltx.DDPStrategy(comm_hook=hook) if hook else None, []
+    for default in ("cpu", "meta"):
+        params = {"w": torch.linspace(-1, 1, 12).view(3, 4), "b": torch.ones(4)}
+        with torch.device(default):
+            adamw = ltx.optim.from_torch(torch.optim.AdamW, lr=0.1)
+            optimizer = ltx.optim.chain(ltx.optim.clip_by_global_norm(1.0), adamw)
+            state, metrics = trained(squares, optimizer, params, x, strategy, guard="skip")
+            ltx.barrier()
+            told = float(metrics[-1].loss), float(ltx.psum(2.0)), len(ltx.all_gather_object("a"))
+            found.append((ltx.tree.flatten(state.params)[0], told))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 # Outside of the rooms of ranks and of the network nobody asks what the ranks of an axis are: they are told to act.

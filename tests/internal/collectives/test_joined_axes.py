@@ -30,6 +30,7 @@ from tests import train_on
 from tests.contract.collectives.test_groups import of_each
 from tests.contract.conformance.test_properties import each_fixed
 from tests.kinds import Ranks
+from tests.train_on import on_ranks
 
 BOTH = ("node", "data")
 TURNED = ("data", "node")
@@ -249,18 +250,15 @@ def test_processes_and_simulated_ranks_together(ranks: Ranks, seed: int) -> None
             torch.testing.assert_close(got, want)
 
 
-def test_what_does_not_take_both_refuses_both_and_none_means_neither(ranks: Ranks) -> None:
-    def run() -> tuple[str, list[str]]:
-        assert comm.resolve(("data",)) is comm.resolve("data")
-        either = train_on.said(AxisError, ltx.vmap(lambda x: ltx.psum(x), axis_name="r"), torch.ones(2))
-        of_groups = partial(partial, axis=("data", "sim"), axis_index_groups=[[0], [1]])
-        calls = (partial(ltx.all_gather, axis=("data", "sim")), *map(of_groups, (ltx.psum, ltx.pmean, ltx.pmax)))
-        return either, [train_on.said(AxisError, ltx.vmap(call, axis_name="sim"), torch.ones(2)) for call in calls]
-
-    either, both = ranks(2).run(run).replicated()
+@on_ranks(2)
+def test_what_does_not_take_both_refuses_both_and_none_means_neither() -> None:
+    assert comm.resolve(("data",)) is comm.resolve("data")
+    either = train_on.said(AxisError, ltx.vmap(lambda x: ltx.psum(x), axis_name="r"), torch.ones(2))
     assert "several are in scope: 'data' (2), 'r' (2)" in either
     assert either.endswith("Write axis='r'.")
-    for said in both:
+    of_groups = partial(partial, axis=("data", "sim"), axis_index_groups=[[0], [1]])
+    for call in (partial(ltx.all_gather, axis=("data", "sim")), *map(of_groups, (ltx.psum, ltx.pmean, ltx.pmax))):
+        said = train_on.said(AxisError, ltx.vmap(call, axis_name="sim"), torch.ones(2))
         assert "mixes axes of different kinds ('data', 'sim')" in said
 
 

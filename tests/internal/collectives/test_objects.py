@@ -19,7 +19,7 @@ from ltx.errors import AuthenticationError, AxisError
 from ltx.peers.pickling import opened, sealed
 from tests.contract.conformance.table import OPS
 from tests.kinds import Ranks
-from tests.train_on import raised_by, refuses, said
+from tests.train_on import on_ranks, raised_by, refuses, said
 
 OBJECTS = {"dict": {"lr": 0.1, "steps": [1, 2]}, "none": None, "empty": "", "tensor": torch.arange(3), "def": lambda: 7}
 
@@ -39,18 +39,15 @@ def test_objects_arrive(ranks: Ranks, name: str) -> None:
         assert same, "src keeps its own object"
 
 
-def test_an_object_that_cannot_be_pickled_raises_on_every_rank(ranks: Ranks) -> None:
-    def run() -> tuple[str, str, Any]:
-        rank = int(ltx.axis_index())
-        text = said(TypeError, lambda: ltx.broadcast_object(None if rank else threading.Lock()))
-        gathered = said(TypeError, lambda: ltx.all_gather_object((i for i in range(3)) if rank else 1))
-        # What only the receivers can't pickle doesn't matter.
-        return text, gathered, ltx.broadcast_object(threading.Lock() if rank else "still in step")
-
-    text, gathered, after = ranks(2).run(run).replicated()
+@on_ranks(2)
+def test_an_object_that_cannot_be_pickled_raises_on_every_rank() -> None:
+    rank = int(ltx.axis_index())
+    text = said(TypeError, lambda: ltx.broadcast_object(None if rank else threading.Lock()))
     assert text.startswith("broadcast_object: rank 0's object can't be pickled: TypeError: cannot pickle")
+    gathered = said(TypeError, lambda: ltx.all_gather_object((i for i in range(3)) if rank else 1))
     assert "rank 1's object can't be pickled" in gathered
-    assert after == "still in step"
+    # What only the receivers can't pickle doesn't matter.
+    assert ltx.broadcast_object(threading.Lock() if rank else "still in step") == "still in step"
 
 
 def test_objects_have_no_simulated_form() -> None:
@@ -115,26 +112,13 @@ class Evil:
         return os.mkdir, (self.path,)
 
 
-def test_a_seal_is_for_one_rank_issue_and_world(ranks: Ranks) -> None:
-    def run() -> list[bool]:
-        axis_comm: Any = comm.resolve(None).comm  # type: ignore[union-attr]
-        data = sealed(axis_comm, b"data", 7)
-        told = []
-        for received, rank, issue in [
-            (data, axis_comm.rank, 7),
-            (data, 1 - axis_comm.rank, 7),
-            (data, axis_comm.rank, 8),
-            (data[:-1] + b"b", axis_comm.rank, 7),
-            (b"", axis_comm.rank, 7),
-        ]:
-            try:
-                told.append(opened(axis_comm, received, rank, issue) == b"data")
-            except AuthenticationError:
-                told.append(False)
-        return told
-
-    for told in ranks(2).run(run):
-        assert told == [True, False, False, False, False]
+@on_ranks(2)
+def test_a_seal_is_for_one_rank_issue_and_world() -> None:
+    axis_comm: Any = comm.resolve(None).comm  # type: ignore[union-attr]
+    data, rank = sealed(axis_comm, b"data", 7), axis_comm.rank
+    assert opened(axis_comm, data, rank, 7) == b"data"
+    for received, of, issue in [(data, 1 - rank, 7), (data, rank, 8), (data[:-1] + b"b", rank, 7), (b"", rank, 7)]:
+        said(AuthenticationError, opened, axis_comm, received, of, issue)
 
 
 DOCS = Path(__file__).parents[3] / "docs"

@@ -25,8 +25,7 @@ from ltx.core.optim.kernel import run_aligned
 from ltx.errors import UnsupportedError
 from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction, noise
 from ltx.nn import _Normalised, _normalised_by_formula
-from tests.kinds import Ranks
-from tests.train_on import refuses, said
+from tests.train_on import on_ranks, refuses, said
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -255,7 +254,8 @@ def test_second_derivatives_by_kernels_of_statistics_that_depend_on_x(affine: bo
     torch.testing.assert_close(second(_Normalised.apply), second(_normalised_by_formula))
 
 
-def test_a_gradient_that_comes_twice_before_torch_2_13(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_a_gradient_that_comes_twice_before_torch_2_13() -> None:
     """Where torch can't raise a node's priority; all else there, tests/contract holds on such a torch."""
 
     class Twice(torch.autograd.Function):
@@ -271,12 +271,9 @@ def test_a_gradient_that_comes_twice_before_torch_2_13(ranks: Ranks) -> None:
                 (x.detach() @ w).backward(grad)
             return grad @ w.T, x.T @ grad
 
-    def run() -> str:
-        strategy = ltx.DDPStrategy(bucket_bytes=256, first_bucket_bytes=256)  # a bucket a matrix
-        step = ltx.data_parallel(lambda p, x: Twice.apply(x, p["a"]).square().mean(), strategy)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(marker, "can_raise_priority", lambda: False)
-            return said(UnsupportedError, ltx.grad(step), {name: torch.ones(8, 8) for name in "ab"}, torch.ones(4, 8))
-
-    for told in ranks(2).run(run):
-        assert "a gradient came twice in one backward pass" in told
+    strategy = ltx.DDPStrategy(bucket_bytes=256, first_bucket_bytes=256)  # a bucket a matrix
+    step = ltx.data_parallel(lambda p, x: Twice.apply(x, p["a"]).square().mean(), strategy)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(marker, "can_raise_priority", lambda: False)
+        told = said(UnsupportedError, ltx.grad(step), {name: torch.ones(8, 8) for name in "ab"}, torch.ones(4, 8))
+    assert "a gradient came twice in one backward pass" in told

@@ -15,8 +15,8 @@ import ltx
 from ltx.core import comm
 from ltx.core.ranks.axis import axes_in_scope
 from ltx.errors import LtxError, RankMismatchError
-from tests.kinds import OnNewAxis, Ranks
-from tests.train_on import go_on, raised_by, said
+from tests.kinds import OnNewAxis
+from tests.train_on import go_on, on_ranks, raised_by, said
 
 
 def step(w: torch.Tensor) -> torch.Tensor:
@@ -321,13 +321,12 @@ def test_a_world_of_one_and_simulated_ranks() -> None:
     assert not comm.peers.under_way
 
 
-def test_three_ranks_of_which_one_differs(ranks: Ranks) -> None:
-    def run() -> str:
-        ltx.psum(torch.ones(2)), ltx.barrier("odd")
-        call = (ltx.barrier, "odd") if int(ltx.axis_index()) == 1 else (ltx.psum, torch.ones(2))
-        return said(RankMismatchError, checked, *call)
-
-    assert "on the operation: ranks 0, 2: psum; rank 1: barrier 'odd'. Fix" in ranks(3).run(run).replicated()
+@on_ranks(3)
+def test_three_ranks_of_which_one_differs() -> None:
+    ltx.psum(torch.ones(2)), ltx.barrier("odd")
+    call = (ltx.barrier, "odd") if int(ltx.axis_index()) == 1 else (ltx.psum, torch.ones(2))
+    text = said(RankMismatchError, checked, *call)
+    assert "on the operation: ranks 0, 2: psum; rank 1: barrier 'odd'. Fix" in text
 
 
 def test_one_comparison_a_call_and_a_store_that_stays_small(on_new_axis: OnNewAxis) -> None:

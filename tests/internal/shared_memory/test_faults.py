@@ -18,7 +18,8 @@ from ltx.core.comm.operations import Operation
 from ltx.core.comm.transport import TransportWork
 from ltx.shared_memory.chunks import CHUNK_BYTES, CUTS, SMALL_BYTES, Chunk, Cut
 from ltx.shared_memory.transport import SEGMENT_BYTES, SLOTS, SharedMemoryTransport
-from tests.kinds import OnNewAxis, Ranks
+from tests.kinds import OnNewAxis
+from tests.train_on import on_ranks
 
 OPERATIONS: dict[str, tuple[int, ...]] = {"psum": (), "psum_scatter": (), "broadcast": (1,)}
 
@@ -245,28 +246,25 @@ def test_all_ranks_hear_of_it(on_new_axis: OnNewAxis, phase: str, on: Sequence[i
 
 @pytest.mark.parametrize("phase", ["_fill", "_reduce", "_empty"])
 @pytest.mark.parametrize("on", [(0,), (0, 1)], ids=["one", "both"])
-def test_sums_after_an_interrupt(ranks: Ranks, phase: str, on: Sequence[int]) -> None:
+@on_ranks(2)
+def test_sums_after_an_interrupt(phase: str, on: Sequence[int]) -> None:
     """On workers that others use too: nothing is left behind."""
+    rank, original, came = int(ltx.axis_index()), getattr(SharedMemoryTransport, phase), list[int]()
 
-    def run() -> list[float]:
-        rank, original, came = int(ltx.axis_index()), getattr(SharedMemoryTransport, phase), list[int]()
+    def once(transport: SharedMemoryTransport) -> bool:
+        done = original(transport)
+        if done and rank in on and not came:
+            came.append(1)
+            raise KeyboardInterrupt
+        return bool(done)
 
-        def once(transport: SharedMemoryTransport) -> bool:
-            done = original(transport)
-            if done and rank in on and not came:
-                came.append(1)
-                raise KeyboardInterrupt
-            return bool(done)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SharedMemoryTransport, phase, once)
-            try:
-                ltx.psum(torch.ones(3))
-            except KeyboardInterrupt:
-                assert rank in on
-        return [float(ltx.psum(torch.tensor(float(step)))) for step in range(4)]
-
-    assert ranks(2).run(run).replicated() == [0.0, 2.0, 4.0, 6.0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SharedMemoryTransport, phase, once)
+        try:
+            ltx.psum(torch.ones(3))
+        except KeyboardInterrupt:
+            assert rank in on
+    assert [float(ltx.psum(torch.tensor(float(step)))) for step in range(4)] == [0.0, 2.0, 4.0, 6.0]
 
 
 @pytest.mark.parametrize("on", [(0,), (0, 1)], ids=["one", "both"])
