@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
-import signal
 from collections.abc import Callable
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from torch import Tensor
 import ltx
 from ltx.errors import CollectiveTimeoutError, PeerLostError, UnsupportedError, WorkerError
 from ltx.strategies.async_averaging import AsyncAveraging
-from tests.forks import SILENT_S
 from tests.inside import stateful
 from tests.kinds import OnNewAxis, Ranks
 from tests.train_on import go_on, on_ranks, refuses, said
@@ -219,20 +216,3 @@ def test_without_a_warm_up_steps_are_not_counted() -> None:
 def test_simulated_ranks_have_no_clock() -> None:
     train, text = trainer(AsyncAveraging()), re.escape("Give the rounds a schedule: AsyncAveraging(schedule=(")
     refuses(UnsupportedError, text, ltx.vmap(train, in_dims=(None, 0)), train.init(start()), torch.ones(2))
-
-
-@pytest.mark.full
-def test_a_peer_that_is_stopped_beside_steps_that_wait_for_nobody(started: Any) -> None:
-    """It counts as lost after the heartbeat timeout, though no step waits for it."""
-
-    def body(tell: Any) -> str:
-        train = trainer(ALWAYS)
-        state, _ = go_on(train, train.init(start()), [torch.tensor(1.0)] * 3)
-        if ltx.world().rank == 1:
-            tell("stops")
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return said(PeerLostError, go_on, train, state, repeat(torch.tensor(1.0)))
-
-    world = started(2, body, heartbeat_s=SILENT_S)
-    assert world.told(1) == "stops"
-    assert f"rank 1 on axis 'data' has shown no sign of life for {SILENT_S:g} s" in world.told(0)
