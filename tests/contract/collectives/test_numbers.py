@@ -141,24 +141,20 @@ def test_what_is_no_number(name: str) -> None:
     assert GATHERING[name](None) is None  # an empty tree
 
 
-def test_classes_of_main_are_the_receivers_own(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_classes_of_main_are_the_receivers_own() -> None:
     """As in a script: an enum's member of a peer was another one, and dataclasses compared unequal."""
-
-    def run() -> list[bool]:
-        main = sys.modules["__main__"]
-        split = enum.Enum("Split", ["TRAIN", "TEST"], module="__main__")
-        hit = dataclasses.make_dataclass("Hit", ["id"], frozen=True)
-        inner = type("Inner", (), {"__module__": "__main__", "__qualname__": "Hit.Inner"})
-        hit.__module__, hit.Inner = "__main__", inner
-        main.Split, main.Hit = split, hit
-        try:
-            hits = ltx.all_gather_object([hit(3), inner])
-            got = ltx.broadcast_object({split.TRAIN: hit})
-            return [*(found == [hit(3), inner] for found in hits), got == {split.TRAIN: hit}]
-        finally:
-            del main.Split, main.Hit
-
-    assert all(all(found) for found in ranks(2).run(run))
+    main = sys.modules["__main__"]
+    split = enum.Enum("Split", ["TRAIN", "TEST"], module="__main__")
+    hit = dataclasses.make_dataclass("Hit", ["id"], frozen=True)
+    inner = type("Inner", (), {"__module__": "__main__", "__qualname__": "Hit.Inner"})
+    hit.__module__, hit.Inner = "__main__", inner
+    main.Split, main.Hit = split, hit
+    try:
+        assert ltx.all_gather_object([hit(3), inner]) == [[hit(3), inner]] * 2
+        assert ltx.broadcast_object({split.TRAIN: hit}) == {split.TRAIN: hit}
+    finally:
+        del main.Split, main.Hit
 
 
 class Meter:

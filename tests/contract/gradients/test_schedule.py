@@ -232,53 +232,45 @@ def test_simulated(hook: CommHook, n: int, seed: int) -> None:
         torch.testing.assert_close(got, {k: g.expand(n, *g.shape) for k, g in _expected(params, n, summed).items()})
 
 
-def test_issues_go_out_in_bucket_order_on_each_channel(ranks: Ranks, seed: int) -> None:
-    params = _params()
-
-    def run() -> dict[str, list[str]]:
-        step = ltx.data_parallel(_loss, _strategy(InThreePhases()))
-        rank = int(ltx.axis_index())
-        delays_s = [0.004 * ((i + rank) % 3) for i in range(len(NAMES))]
-        with ltx.profile.record() as trace:
-            torch.func.grad(step)(params, rank, delays_s, [], False)
-        by_channel: dict[str, list[str]] = {}
-        for event in trace.events:
-            by_channel.setdefault(event.channel, []).append(event.label)
-        return by_channel
-
-    by_channel = ranks(2).run(run).replicated()
+@on_ranks(2)
+def test_issues_go_out_in_bucket_order_on_each_channel(seed: int) -> None:
+    torch.manual_seed(seed)
+    step, rank = ltx.data_parallel(_loss, _strategy(InThreePhases())), int(ltx.axis_index())
+    delays_s = [0.004 * ((i + rank) % 3) for i in range(len(NAMES))]
+    with ltx.profile.record() as trace:
+        torch.func.grad(step)(_params(), rank, delays_s, [], False)
+    by_channel: dict[str, list[str]] = {}
+    for event in trace.events:
+        by_channel.setdefault(event.channel, []).append(event.label)
     in_order = [f"bucket {i}" for i in range(len(NAMES))]
     assert by_channel == {"buckets 0": ["summary", *in_order], "buckets 1": in_order, "buckets 2": in_order}
 
 
 @pytest.mark.parametrize("functional", [True, False], ids=["torch.func.grad", "backward"])
-def test_buckets_are_sent_during_the_backward_pass(ranks: Ranks, functional: bool) -> None:
+@on_ranks(2)
+def test_buckets_are_sent_during_the_backward_pass(functional: bool) -> None:
     """In a chain of layers, each layer's bucket goes out before the layer before it is differentiated."""
+    log: list[tuple[float, str]] = []
 
-    def run() -> list[str]:
-        log: list[tuple[float, str]] = []
+    def chain(params: Params) -> Tensor:
+        x = torch.ones(4)
+        for name, w in params.items():
+            x = torch.tanh(delayed(x, 0.0, log, name) @ w)
+        return x.sum()
 
-        def chain(params: Params) -> Tensor:
-            x = torch.ones(4)
-            for name, w in params.items():
-                x = torch.tanh(delayed(x, 0.0, log, name) @ w)
-            return x.sum()
-
-        params = {name: torch.eye(4) for name in NAMES}
-        step = ltx.data_parallel(chain, ltx.DDPStrategy(first_bucket_bytes=64, bucket_bytes=64))
-        with ltx.profile.record() as trace:
-            if functional:
-                torch.func.grad(step)(params)
-            else:
-                step({name: w.requires_grad_() for name, w in params.items()}).backward()
-        log.extend((event.issued_s, event.label) for event in trace.events)
-        return [label for _, label in sorted(log)]
-
+    params = {name: torch.eye(4) for name in NAMES}
+    step = ltx.data_parallel(chain, ltx.DDPStrategy(first_bucket_bytes=64, bucket_bytes=64))
+    with ltx.profile.record() as trace:
+        if functional:
+            torch.func.grad(step)(params)
+        else:
+            step({name: w.requires_grad_() for name, w in params.items()}).backward()
+    log.extend((event.issued_s, event.label) for event in trace.events)
+    seen = [label for _, label in sorted(log)]
     order = [label for i, name in enumerate(reversed(NAMES)) for label in (f"bucket {i}", name)]
-    for seen in ranks(2).run(run):
-        assert [label for label in seen if label != "summary"] == [label for label in order if label in seen]
-        assert seen.index("summary") < seen.index("bucket 0")
-        assert len([label for label in seen if label.startswith("bucket")]) == len(NAMES)
+    assert [label for label in seen if label != "summary"] == [label for label in order if label in seen]
+    assert seen.index("summary") < seen.index("bucket 0")
+    assert len([label for label in seen if label.startswith("bucket")]) == len(NAMES)
 
 
 def test_a_graph_that_is_used_twice(ranks: Ranks) -> None:

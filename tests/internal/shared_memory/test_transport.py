@@ -23,6 +23,7 @@ from ltx.shared_memory.chunks import CHUNK_BYTES, SMALL_BYTES
 from ltx.shared_memory.transport import NOTE_WORDS, SEGMENT_BYTES, SLOTS, SharedMemoryTransport
 from tests.forks import settles
 from tests.kinds import OnNewAxis, Ranks, Started
+from tests.train_on import on_ranks
 
 
 def bucket_channel() -> Any:
@@ -136,16 +137,13 @@ def test_a_note_beside_a_buffer(ranks: Ranks, seed: int, n: int) -> None:
 
 
 @pytest.mark.parametrize("operation", ["all_gather", "psum_scatter", "ppermute"])
-def test_what_isnt_summed_has_no_sum(ranks: Ranks, operation: str) -> None:
+@on_ranks(2)
+def test_what_isnt_summed_has_no_sum(operation: str) -> None:
     """Nobody adds it up, and what lies there is of another piece."""
     arguments, x = (0, 1, 1, 0) if operation == "ppermute" else (), torch.full((2, 3), float("nan"))
-
-    def run() -> float | None:
-        work = bucket_channel().issue(operation, x, "test", arguments, summed=True)
-        work.wait()
-        return work.total
-
-    assert ranks(2).run(run).replicated() is None
+    work = bucket_channel().issue(operation, x, "test", arguments, summed=True)
+    work.wait()
+    assert work.total is None
 
 
 @pytest.mark.full(but=1)
