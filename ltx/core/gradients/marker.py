@@ -26,7 +26,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain, islice
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ from ltx.core.base.errors import UnsupportedError
 from ltx.core.base.private import Tensors
 from ltx.core.collectives.linear import Function, apply, index_below
 from ltx.core.gradients.comm_hook import counts_as
+from ltx.core.gradients.one_sum import taken
 from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.reduction import Bucket
 from ltx.core.gradients.schedule import Dims, Schedule
@@ -403,9 +403,6 @@ def reduce_gradients(
     return reduced, advanced
 
 
-_GRAD = attrgetter("grad")
-
-
 class Leaves:
     """Leaves for a plan's parameters, whose hooks start its buckets; a single one is ready when the pass is over."""
 
@@ -433,12 +430,7 @@ class Leaves:
 
     def taken(self, bucket: Bucket) -> Tensors:
         """The gradients of a bucket that have come, zeros where none has, and the states."""
-        leaves = [*map(self.leaves.__getitem__, bucket.members)]
-        grads = [*map(_GRAD, leaves)]
-        if type(None) in map(type, grads):
-            grads = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, grads, strict=True)]
-        for leaf in leaves:
-            leaf.grad = None
+        grads = taken([*map(self.leaves.__getitem__, bucket.members)])
         return [*grads, *chain.from_iterable(map(self._states.__getitem__, bucket.members))]
 
 

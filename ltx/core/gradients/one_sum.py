@@ -22,6 +22,16 @@ from ltx.core.gradients.planning import Plan
 _GRAD, _LAYOUT = attrgetter("grad"), attrgetter("layout")
 
 
+def taken(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients that a pass has brought to `leaves`, which give them up; zeros where none has come."""
+    grads = [*map(_GRAD, leaves)]
+    if type(None) in map(type, grads):
+        grads = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, grads, strict=True)]
+    for leaf in leaves:
+        leaf.grad = None
+    return grads
+
+
 def reduced(
     plan: Plan,
     leaves: Sequence[torch.Tensor],
@@ -42,14 +52,9 @@ def reduced(
         if outputs:
             with comm.span("backward"):
                 private.run_backward(outputs, cotangents, again, leaves)
-        in_bucket = [*map(leaves.__getitem__, bucket.members)]
-        grads = [*map(_GRAD, in_bucket)]
-        if type(None) in map(type, grads):
-            grads = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(in_bucket, grads, strict=True)]
+        grads = taken([*map(leaves.__getitem__, bucket.members)])
         if {*map(_LAYOUT, grads)} != {torch.strided}:
             plan.refuse_sparse(bucket, grads)
-        for leaf in leaves if again else ():
-            leaf.grad = None
         if comm.recordings:
             comm.note_packed("bucket", hook, bucket)
         with private.no_grad():
