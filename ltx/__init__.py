@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from ltx.record import Replayed, record_messages, replay
     from ltx.runtime.per_rank import PerRank
     from ltx.runtime.pool import Pool, launch
-    from ltx.runtime.show import progress, show
+    from ltx.runtime.show import show
     from ltx.strategies.bagua import BaguaStrategy
     from ltx.strategies.diloco import DiLoCoStrategy
     from ltx.strategies.horovod import HorovodStrategy
@@ -70,7 +70,6 @@ _LATER = {
     **dict.fromkeys(("DataPosition", "rank_zero_first", "share_out", "to_device", "uneven"), "ltx.data"),
     **dict.fromkeys(("DynamicLossScale", "Precision", "mixed_precision"), "ltx.core.training.mixed_precision"),
     **dict.fromkeys(("Pool", "launch"), "ltx.runtime.pool"),
-    **dict.fromkeys(("progress", "show"), "ltx.runtime.show"),
     **dict.fromkeys(("Replayed", "record_messages", "replay"), "ltx.record"),
     "BaguaStrategy": "ltx.strategies.bagua",
     "DiLoCoStrategy": "ltx.strategies.diloco",
@@ -79,6 +78,7 @@ _LATER = {
     "PerRank": "ltx.runtime.per_rank",
     "ZeroStrategy": "ltx.strategies.zero",
     "adasum": "ltx.hooks.adasum",
+    "show": "ltx.runtime.show",
 }
 _LATER_SUBMODULES = ("checkpoint", "profile", "tensor_parallel")
 
@@ -94,7 +94,7 @@ __all__ += [
     "share_out",
     "uneven",
 ]
-__all__ += ["PerRank", "Pool", "Replayed", "debug_checks", "launch", "progress", "record_messages", "replay", "show"]
+__all__ += ["PerRank", "Pool", "Replayed", "debug_checks", "launch", "record_messages", "replay", "show"]
 __all__ += [*_collectives.__all__, "adasum"]
 __all__ += _training.__all__
 __all__ += _transforms.__all__

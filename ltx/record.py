@@ -124,6 +124,7 @@ class _Recorder:
         self._record = {
             "world": {name: getattr(here, name) for name in ("rank", "size", "local_rank", "local_size")},
             "mesh": mesh and dict(mesh),
+            "threads": torch.get_num_threads(),
             "state": {path: x.clone() for path, x in state.state_dict().items()},
             "of_step": state.of_step,
             "axes": {},
@@ -318,7 +319,7 @@ class Replayed:
             raise ReplicaDivergedError(
                 f"{self._where(axis, channel)} sends other values than then in {what} ({label}): digest {digest}, "
                 f"recorded {sent}. What it sent before was the same bit for bit, so what it computed since differs. "
-                "Run the recorded program, with the same torch, number of threads, kind of machine and LTX_KEY. "
+                "Run the recorded program, with the same torch, kind of machine and LTX_KEY. "
                 "replay(..., check_sent=False) goes on with what the peers sent then."
             )
         kept, total, note = got
@@ -401,9 +402,9 @@ def replay(
     """Run one rank of a training that :func:`record_messages` has recorded, alone in this process.
 
     In the block :func:`ltx.world` is that rank's. Run the same program there: ``train.init``, ``replayed.load``, the
-    steps. States, losses, results of collectives and errors are what they were, bit for bit, with the same torch,
-    number of threads and kind of machine. Nobody waits for it: it may stand in a debugger. Objects that ranks exchange
-    are sealed with the training's ``LTX_KEY``, which the replay needs then.
+    steps. States, losses, results of collectives and errors are what they were, bit for bit, with the same torch and
+    kind of machine. Nobody waits for it: it may stand in a debugger. Objects that ranks exchange are sealed with the
+    training's ``LTX_KEY``, which the replay needs then.
 
     Args:
         path: as for :func:`record_messages`. rank: the rank to run. step: the record's first step; None: the latest.
@@ -439,6 +440,8 @@ def replay(
     place = dict(record["world"])
     replayed = Replayed(rank, [each["step"] for each in record["steps"]], record, check_sent)
     peers, HandedIn.peers, HandedIn.messages = HandedIn.peers, _Alone, replayed
+    threads = torch.get_num_threads()
+    torch.set_num_threads(record["threads"])  # sums of several threads are rounded otherwise
     try:
         if place["size"] > 1:
             _open_group(place["rank"], place["size"])
@@ -447,6 +450,7 @@ def replay(
             yield replayed
     finally:
         HandedIn.peers, HandedIn.messages = peers, None
+        torch.set_num_threads(threads)
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -34,7 +34,7 @@ def cell() -> None:
     box(axes, 50, 93, 96, 27, fill=PAPER)
     code = (
         "%%ltx -n 2",
-        "for step in ltx.progress(range(200)):",
+        "for step in trange(200):",
         "    state, metrics = train(state, *part())",
         "    losses.append(metrics.loss.item())",
         "plt.plot(losses)",

@@ -1,26 +1,6 @@
-"""Measurements as text and curves."""
+"""Measurements as text."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from itertools import chain
-
-
-def curves(lines: Sequence[Sequence[tuple[float, float]]]) -> str:
-    """An SVG picture of lines through points (x, y), with the last value of the first; "" without points."""
-    if not (points := list(chain.from_iterable(lines))):
-        return ""
-    xs, ys = zip(*points, strict=True)
-    left, right, low, high = min(xs), max(xs), min(ys), max(ys)
-    wide, tall = 300 / (right - left or 1), 80 / (high - low or 1)
-    drawn, (x, y) = "<path d='M0,0V80H300' fill='none' stroke='gray'/>", next(filter(None, lines))[-1]
-    for line in lines:
-        at = " ".join(f"{(x - left) * wide:.1f},{(high - y) * tall:.1f}" for x, y in line)
-        drawn += f"<polyline points='{at}' fill='none' stroke='currentColor'/>"
-    last = f"<text x='{(x - left) * wide + 5:.1f}' y='{(high - y) * tall + 4:.1f}'>{y:.4g}</text>"
-    axes = ((-4, 8, f"{high:.4g}"), (-4, 80, f"{low:.4g}"), (8, 94, f"{left:g}"), (300, 94, f"{right:g}"))
-    ends = "".join(f"<text x='{x}' y='{y}' text-anchor='end'>{text}</text>" for x, y, text in axes)
-    return f"<svg viewBox='-64 -8 428 108' width='428' font-size='11' fill='currentColor'>{drawn}{last}{ends}</svg>"
 
 
 def many(count: int, name: str) -> str:

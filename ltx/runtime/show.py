@@ -1,33 +1,27 @@
-"""``ltx.show`` shows a rank's value in the driver's notebook. ``ltx.progress`` draws one bar for all ranks."""
+"""``ltx.show`` shows a rank's value in the driver's notebook, where the prints and displays of ranks come too."""
 
 from __future__ import annotations
 
 import io
-import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass, field, replace
-from itertools import islice
-from typing import Any, Generic, NamedTuple, TextIO, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TextIO
 
 from ltx.core.base.arguments import checked
-from ltx.core.base.readable import Table
 from ltx.core.world.world import world
-from ltx.profile.shown import curves, format_seconds
-
-T = TypeVar("T")
 
 #: On a worker, this function sends an object to the driver, which shows it; else None.
 outbox: Callable[[Any], None] | None = None
 
 
-def deliver(seen: Any, drawn: dict[Any, Any] | None = None) -> None:
-    """Show `seen`: on the driver, or in this process, where `drawn` are the bars on the screen by key."""
+def deliver(seen: Any) -> None:
+    """Show `seen`: on the driver, or in this process if nobody drives it."""
     if outbox is None:
-        seen.shown(None, 1, {} if drawn is None else drawn)
+        seen.shown(None, 1, {})
     else:
         print(end="", flush=True)  # earlier prints have to be shown first; print, since there may be no stdout
         outbox(seen)
@@ -159,115 +153,6 @@ def put(place: Any, bundle: dict[str, Any], metadata: dict[str, Any] | None = No
     return place
 
 
-@dataclass(frozen=True)
-class Reached:
-    """How far a rank is with an iteration that is nested in `depth` others."""
-
-    label: str
-    done: int
-    total: int | None
-    finished: bool
-    depth: int = 0
-    besides: Mapping[str, float | str] = field(default_factory=dict)  # what is shown beside the bar
-    live: bool = False  # whether a notebook shows a table of the ranks and a curve too
-
-    def shown(self, rank: int | None, size: int, drawn: dict[Any, Any]) -> None:
-        """Draw the bar, as far as the slowest of `size` ranks is. `drawn` are the bars on the screen."""
-        begin = replace(self, done=0, finished=False, besides={})  # the state of a rank that hasn't begun
-        bar = drawn.setdefault((self.label, self.depth), Bar([begin] * size))
-        bar.at(rank or 0, self)
-        # a finished inner bar stays in `drawn`: the next inner bar is drawn in its place
-        if bar.finished and not self.depth:
-            del drawn[self.label, self.depth]
-
-
-class Progress(Generic[T]):
-    """What :func:`progress` returns: iterating over it goes through `iterable` and draws a bar."""
-
-    _local = threading.local()
-
-    def __init__(self, iterable: Iterable[T], total: int | None, label: str, live: bool):
-        self._iterable, self._total, self._label, self._live = iterable, total, label, live
-        self._besides: dict[str, Any] = {}
-
-    def set_postfix(self, **values: Any) -> None:
-        """Show `values` beside the bar, as tqdm does. A tensor's value is read when the bar is drawn."""
-        self._besides = values
-
-    def __iter__(self) -> Iterator[T]:
-        around: dict[Any, Any] = getattr(self._local, "bars", {})
-        depth, told_s, done = len(around.setdefault("under way", [])), 0.0, 0
-        self._local.bars = around
-        around["under way"].append(self)
-
-        def tell(finished: bool) -> None:
-            besides = {name: _plain(value) for name, value in self._besides.items()}
-            deliver(Reached(self._label, done, self._total, finished, depth, besides, self._live), around)
-
-        try:
-            tell(False)  # now, so that this bar is above inner ones
-            for item in self._recorded() if self._live else self._iterable:
-                yield item
-                done += 1
-                if time.monotonic() - told_s > 2 * _PAUSE_S:
-                    tell(False)
-                    told_s = time.monotonic()
-        finally:
-            tell(True)
-            around["under way"].remove(self)
-            if not around["under way"]:
-                around.clear()
-
-    def _recorded(self) -> Iterator[T]:
-        """Yield the items; show beside the bar how long this rank waited for others during the last item."""
-        from ltx.profile.traces import record
-
-        for item in self._iterable:
-            with record() as trace:
-                yield item
-            self._besides = {**self._besides, "wait": format_seconds(trace.waited_s)}
-
-
-def _plain(value: Any) -> float | str:
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        return str(value)
-
-
-def _brief(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.4g}"
-
-
-@checked("iterable", "total", "label", "live")
-def progress(iterable: Iterable[T], *, total: int | None = None, label: str = "", live: bool = False) -> Progress[T]:
-    """Iterate, and draw one progress bar for all ranks, on the driver, as far as the slowest rank is.
-
-    A bar inside another one disappears when it is done, as tqdm's do.
-
-    Args:
-        iterable: what to go through.
-        total: the number of items; None uses ``len(iterable)`` if there is one.
-        label: the text before the bar. Ranks with the same label share a bar.
-        live: in a notebook, show below the bar a table of the ranks, with the values that each rank has set and how
-            long it waited for others in its last step, and the curve of the first number that is set. For this every
-            step is recorded, so that the host waits for the accelerator.
-
-    Returns:
-        An iterable of the same items. Its ``set_postfix(loss=...)`` puts the slowest rank's values beside the bar.
-
-    Example:
-        >>> import ltx
-        >>> bar = ltx.progress([1, 2], label="steps")
-        >>> for x in bar:  # doctest: +SKIP
-        ...     bar.set_postfix(loss=1 / x)
-        steps |██████████████████████████████| 2/2 9.9/s, loss=0.5
-    """
-    if total is None and isinstance(iterable, Sized):
-        total = len(iterable)
-    return Progress(iterable, total, label, live)
-
-
 def write(stream: str, text: str) -> None:
     """Write a worker's text to ``sys.stdout`` or ``sys.stderr``, with escapes for what its encoding lacks."""
     target = getattr(sys, stream)
@@ -285,69 +170,18 @@ class LiveLine:
         self._stream = stream
         self._place: Any = None
 
-    def draw(self, line: str, finished: bool, depth: int = 0, html: str = "") -> None:
-        """Draw `line`, in a notebook `html`, over the old one, `depth` lines below the cursor; `finished`: for good."""
+    def draw(self, line: str, finished: bool) -> None:
+        """Draw `line` over the old one; `finished`: for good."""
         target = getattr(sys, self._stream)
         if in_notebook():
-            self._place = put(self._place, {"text/plain": line} | ({"text/html": html} if html else {}))
+            self._place = put(self._place, {"text/plain": line})
         elif target is not None and target.isatty():
-            below, back = "\n" * depth, "\x1b[A" * depth if depth else "\n" * finished
-            write(self._stream, f"{below}\r\x1b[K{line}{back}")
-        elif finished and not depth:  # to a log only the finished line is written
+            write(self._stream, f"\r\x1b[K{line}" + "\n" * finished)
+        elif finished:  # to a log only the finished line is written
             write(self._stream, f"{line}\n")
 
 
-class Bar(LiveLine):
-    _WIDTH = 30
-
-    def __init__(self, ranks: list[Reached]) -> None:
-        super().__init__()
-        self._began_s = time.monotonic()
-        self._ranks = ranks
-        self._curves = [list[tuple[float, float]]() for _ in ranks]
-
-    @property
-    def finished(self) -> bool:
-        return all(reached.finished for reached in self._ranks)
-
-    def at(self, rank: int, reached: Reached) -> None:
-        if not reached.done:
-            self._began_s = time.monotonic()
-            self._curves[rank].clear()
-        self._ranks[rank] = reached
-        gone, html = reached.depth > 0 and self.finished, ""
-        if reached.live and not gone:
-            numbers = (x for x in reached.besides.values() if isinstance(x, float) and math.isfinite(x))
-            self._curves[rank] += [(reached.done, x) for x in islice(numbers, 1)]
-            if len(self._curves[rank]) > _POINTS:
-                del self._curves[rank][1::2]
-            html = self._repr_html_()
-        self.draw("" if gone else self._text(), self.finished, reached.depth, html)
-
-    def _repr_html_(self) -> str:
-        from html import escape  # imported late: only notebooks need it
-
-        names = dict.fromkeys(name for reached in self._ranks for name in reached.besides)
-        rows = []
-        for rank, reached in enumerate(self._ranks):
-            rows.append((str(rank), str(reached.done), *(_brief(reached.besides.get(name, "")) for name in names)))
-        table = Table(("rank", "step", *names), rows, [True] * (2 + len(names)))
-        return f"<div><pre>{escape(self._text())}</pre>{table._repr_html_()}{curves(self._curves)}</div>"
-
-    def _text(self) -> str:
-        done, furthest = (pick(reached.done for reached in self._ranks) for pick in (min, max))
-        total = max(reached.total or 0 for reached in self._ranks)
-        seconds = time.monotonic() - self._began_s
-        filled = self._WIDTH * min(done, total) // total if total else 0
-        bar = f" |{'█' * filled}{' ' * (self._WIDTH - filled)}| {done}/{total}" if total else f" {done}"
-        last, slowest = next((rank, reached) for rank, reached in enumerate(self._ranks) if reached.done == done)
-        behind = f", rank {last} last" if furthest > done else ""
-        besides = "".join(f", {name}={_brief(value)}" for name, value in slowest.besides.items())
-        return f"{slowest.label}{bar} {done / seconds if seconds else 0.0:.1f}/s{behind}{besides}".strip()
-
-
-_PAUSE_S = 0.05  # an overwritten line is drawn at most once in so many seconds; a bar once in twice that
-_POINTS = 400  # when a curve has more points than this, every other point is left out
+_PAUSE_S = 0.05  # an overwritten line is drawn at most once in so many seconds
 
 
 class Printed(NamedTuple):

@@ -23,7 +23,7 @@ from ltx.errors import CallInterruptedError, WorkerError
 from ltx.runtime import messages
 from ltx.runtime.failures import exit_text, failure_of, told_where
 from ltx.runtime.messages import Failure, Message, Result, pack, receive, search_path
-from ltx.runtime.show import Area, Printed, Reached, in_notebook
+from ltx.runtime.show import Area, Printed, in_notebook
 from ltx.runtime.worker import Process, Starter, ended
 
 PATIENCE_S = 0.5  #: how long others have to answer after a failure: most fail for the same reason, or because of it
@@ -148,7 +148,7 @@ class WorkerGroup:
             self._output.show()  # the pipe's text was printed before this message
             self._output.hold(rank, message.stream, message.text)
         elif hasattr(message, "shown"):
-            self._output.show(wait=isinstance(message, Reached))
+            self._output.show(wait=False)
             message.shown(rank, self.size, self._output.drawn)
         else:
             answers[rank] = message
@@ -303,7 +303,7 @@ class Output:
     """What ranks print: the reading ends of their pipes, and lines that wait for the same line of the other ranks."""
 
     def __init__(self, size: int = 1) -> None:
-        self.drawn: dict[Any, Any] = {}  # what is drawn on the screen and may change: bars, lines, areas of ranks
+        self.drawn: dict[Any, Any] = {}  # what is drawn on the screen and may change: lines, areas of ranks
         self.sources: dict[int, tuple[int, str]] = {}  # of each pipe, the rank, and "stdout" or "stderr"
         self._begun: dict[int, bytes] = {}  # the unfinished last line of each pipe
         self._held = [deque[tuple[float, tuple[str, str]]]() for _ in range(size)]

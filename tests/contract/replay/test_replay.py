@@ -145,6 +145,16 @@ def test_a_record_of_a_world_of_one(tmp_path: Path) -> None:
     assert replayed.steps == [3, 4, 5, 6, 7, 8, 9]
 
 
+def test_on_as_many_threads_as_then(tmp_path: Path) -> None:
+    here = torch.get_num_threads()
+    torch.set_num_threads(here + 1)
+    record(tmp_path, "DDP", 3)
+    torch.set_num_threads(here)
+    with ltx.replay(tmp_path, rank=0):
+        assert torch.get_num_threads() == here + 1
+    assert torch.get_num_threads() == here
+
+
 def test_another_collective_has_left_the_record(recorded: Path) -> None:
     train = KINDS["DDP"]()
     with ltx.replay(recorded, rank=1) as replayed:

@@ -24,6 +24,7 @@ import ltx
 from ltx import PerRank, Pool, init, shutdown, world
 from ltx.errors import CallFailedError, LtxError, ReplicaDivergedError, TreeError, WorkerError
 from tests.kinds import Ranks
+from tests.needs import needs
 from tests.train_on import refuses, said
 
 
@@ -190,18 +191,21 @@ def test_megabytes_of_output_between_and_during_calls(capfd: pytest.CaptureFixtu
 
 
 @pytest.mark.full
-def test_show_and_progress(capfd: pytest.CaptureFixture[str]) -> None:
+@needs("tqdm")
+def test_show_and_bars(capfd: pytest.CaptureFixture[str]) -> None:
     def steps() -> None:
+        from tqdm import tqdm
+
         print("before")
         ltx.show({"rank": world().rank}, rank=1)
-        for _ in ltx.progress(range(3), label="steps"):
+        for _ in tqdm(range(3), desc="steps", disable=world().rank > 0):
             ltx.barrier()
 
     with Pool(2, show_output=True) as pool:
         pool.run(steps)
     out, err = (text.replace("[all]", "[rank 1]") for text in capfd.readouterr())
     assert [line for line in out.splitlines() if "rank 1" in line] == ["[rank 1] before", "[rank 1] {'rank': 1}"]
-    assert re.fullmatch(r"steps \|█{30}\| 3/3 [\d.]+/s", err.strip()), "once, not once for each rank"
+    assert re.fullmatch(r"\[rank 0\] steps: 100%\|█+\| 3/3 .*", err.strip()), "in a log the finished bar alone"
 
 
 @pytest.mark.full
