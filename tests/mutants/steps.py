@@ -155,7 +155,7 @@ MUTANTS = (
     Mutant(
         "steps: in a straight line a graph of another size isn't looked at -> "
         "a small model's parameter that isn't given, and is used from a later step on, has each rank's own gradient",
-        At("StraightStep.differentiate", "nodes != known_nodes", "nodes < 0"),
+        At("StraightStep.differentiate", "called.nodes != known_nodes", "called.nodes < 0"),
         "tests/internal/training/test_between_steps.py",
     ),
     Mutant(

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from ltx.core import comm
-from ltx.core.base import private, tree
+from ltx.core.base import tree
 from ltx.core.gradients import one_sum
-from ltx.core.gradients.planning import in_step
 from ltx.core.training.backward import BackwardResult
 from ltx.core.training.step import EagerStep
 from ltx.core.transforms.run import Called
@@ -25,16 +24,11 @@ class StraightStep(EagerStep):
         leaves = [*map(torch.Tensor.requires_grad_, map(torch.Tensor.detach, self.leaves))]
         params = tree.unflatten(self.spec, leaves)
         with comm.span("forward"), torch.enable_grad(), self._calls.recorded():
-            self._calls.kept.append(params)  # they are there in the backward pass
-            token, before = in_step.set(True), private.nodes_made()
-            try:
-                loss = self.train.step.fn(params, *self.batch.args, **self.batch.named)
-            finally:
-                in_step.reset(token)
-        nodes = private.nodes_made() - before
+            called = Called.now(self.train.step.fn, params, leaves, (params, *self.batch.args), self.batch.named)
+        loss = called.output
         plain = type(loss) is torch.Tensor and loss.ndim == 0 and loss.requires_grad and loss.is_floating_point()
-        if not plain or nodes != known_nodes or plan is None:
-            self._called = Called(leaves, loss, nodes)
+        if not plain or called.nodes != known_nodes or plan is None:
+            self._called = called
             return super().differentiate()
         name = f"step {self.state.step}"
         with self._calls.in_pass():

@@ -19,15 +19,13 @@ from ltx.core.base.errors import StepError, SyncStateError
 from ltx.core.gradients import marker
 from ltx.core.gradients.comm_hook import shared_part
 from ltx.core.gradients.pending import ProcessSchedule
-from ltx.core.gradients.planning import in_step
 from ltx.core.transforms import compare
 from ltx.core.transforms import run as calls
-from ltx.core.transforms.calls_again import recording_calls
 from ltx.core.transforms.closure_check import look_at_modules, own_leaves, refuse_captured
 from ltx.core.transforms.compare import check_in_debug, check_params_once
 from ltx.core.transforms.grad import applies, call_below
 from ltx.core.transforms.marking import mark, mark_in_graph, marks_on_wire, sync_gradients
-from ltx.core.transforms.run import KIND, PLAIN_CALL, CallOptions, Known, Marked, Run, StepSettings
+from ltx.core.transforms.run import KIND, PLAIN_CALL, Called, CallOptions, Known, Marked, Run, StepSettings
 from ltx.core.transforms.strategy import Strategy, default_strategy, hook_of_plain, stateful
 from ltx.core.transforms.sync_state import Synced, SyncState, check_state
 from ltx.typing import Step, Tree
@@ -127,17 +125,11 @@ class DataParallel(StepSettings):
             output = self.fn(*args, **kwargs)
         else:
             with wire.among.passes.in_forward() if wire and options.step is None else nullcontext():
-                token, before = in_step.set(True), private.nodes_made() - (called.nodes if called else 0)
-                if (record := recording_calls.get()) is not None:
-                    record.kept.append(given)  # they are there in the backward pass
-                try:
-                    look = comm.NOTHING if again else look_at_modules(self.fn, leaves, given)
-                    with look as first:
-                        output = self.fn(*args, **kwargs) if called is None else called.output
-                finally:
-                    in_step.reset(token)
+                with comm.NOTHING if again else look_at_modules(self.fn, leaves, given) as first:
+                    called = called or Called.now(self.fn, given, marked.leaves, args, kwargs)
+                output = called.output
                 if not private.in_transform():  # side effects
-                    held, made = (marked.leaves, args, kwargs), private.nodes_made() - before
+                    held, made = (marked.leaves, args, kwargs), called.nodes
                     if made != options.known.nodes:
                         if marked.schedule or (first and options.deferred):  # a train step of one rank has no schedule
                             refuse_captured(self.fn, output, held, made, options.deferred)

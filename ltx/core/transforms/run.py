@@ -17,9 +17,10 @@ from ltx.core.base.errors import StepError, StrategyError, no_mean
 from ltx.core.base.readable import Readable
 from ltx.core.collectives.reduce import unusable, wide
 from ltx.core.gradients.comm_hook import CommHook
-from ltx.core.gradients.planning import Plan
+from ltx.core.gradients.planning import Plan, in_step
 from ltx.core.gradients.schedule import Schedule
 from ltx.core.ranks.axis import Axis
+from ltx.core.transforms.calls_again import recording_calls
 from ltx.core.transforms.strategy import Strategy, default_strategy, hook_of_plain, in_dtype
 from ltx.core.transforms.sync_state import plain_values
 from ltx.typing import Step, Tree
@@ -154,11 +155,23 @@ class Known(NamedTuple):
 
 
 class Called(NamedTuple):
-    """A call of the user's function that the caller of a step has made itself."""
+    """A call of the user's function; a caller of a step may have made it itself."""
 
-    leaves: list[torch.Tensor]  # the parameters that it got
+    leaves: list[Any]  # the parameters that it got
     output: Any
     nodes: int  # the number of autograd nodes that it has made
+
+    @classmethod
+    def now(cls, fn: Step, given: Tree, leaves: list[Any], args: Sequence[Any], named: dict[str, Any]) -> Called:
+        """Call `fn` with `args`, among which are the parameters `given`, `leaves` as a tree."""
+        if (record := recording_calls.get()) is not None:
+            record.kept.append(given)  # they are there in the backward pass
+        token, before = in_step.set(True), private.nodes_made()
+        try:
+            output = fn(*args, **named)
+        finally:
+            in_step.reset(token)
+        return cls(leaves, output, private.nodes_made() - before)
 
 
 class CallOptions(NamedTuple):
