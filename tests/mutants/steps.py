@@ -155,7 +155,13 @@ MUTANTS = (
     Mutant(
         "steps: in a straight line a graph of another size isn't looked at -> "
         "a small model's parameter that isn't given, and is used from a later step on, has each rank's own gradient",
-        At("StraightStep.differentiate", "called.nodes != known_nodes", "called.nodes < 0"),
+        At("Called.is_loss", "self.nodes == nodes", "self.nodes >= 0"),
+        "tests/internal/training/test_between_steps.py",
+    ),
+    Mutant(
+        "steps: in a straight line nobody looks for gradients that the step has taken itself -> "
+        "those of a small model's later calls count twice",
+        At("DataParallel._called", "calls.refuse_backward(leaves)", "pass"),
         "tests/internal/training/test_between_steps.py",
     ),
     Mutant(

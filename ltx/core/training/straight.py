@@ -20,14 +20,13 @@ from ltx.typing import Tree
 
 class StraightStep(EagerStep):
     def differentiate(self) -> tuple[BackwardResult, torch.Tensor, Tree, Any]:
-        plan, known_nodes = self.resolved.known.plan, self.resolved.known.nodes
+        plan = self.resolved.known.plan
         leaves = [*map(torch.Tensor.requires_grad_, map(torch.Tensor.detach, self.leaves))]
         params = tree.unflatten(self.spec, leaves)
         with comm.span("forward"), torch.enable_grad(), self._calls.recorded():
             called = Called.now(self.train.step.fn, params, leaves, (params, *self.batch.args), self.batch.named)
         loss = called.output
-        plain = type(loss) is torch.Tensor and loss.ndim == 0 and loss.requires_grad and loss.is_floating_point()
-        if not plain or called.nodes != known_nodes or plan is None:
+        if plan is None or not called.is_loss(self.resolved.known.nodes):
             self._called = called
             return super().differentiate()
         name = f"step {self.state.step}"

@@ -16,9 +16,11 @@ from ltx.core import comm
 from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import checked
 from ltx.core.base.errors import StepError, SyncStateError
+from ltx.core.base.private import Tensors
 from ltx.core.gradients import marker
 from ltx.core.gradients.comm_hook import shared_part
 from ltx.core.gradients.pending import ProcessSchedule
+from ltx.core.gradients.planning import Plan
 from ltx.core.transforms import compare
 from ltx.core.transforms import run as calls
 from ltx.core.transforms.closure_check import look_at_modules, own_leaves, refuse_captured
@@ -92,13 +94,18 @@ class DataParallel(StepSettings):
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions = PLAIN_CALL) -> Run:
         """Call the step on marked parameters and tie its output."""
-        step, again, called = options.step, options.known.plan is not None, options.called
+        step, plan, called = options.step, options.known.plan, options.called
         recorded = not options.deferred and traced.recording()
-        if not again:
+        if plan is None:
             params, sync_state = self._params_of(args, training=step is not None)
         leaves, spec = options.flat or tree.flatten(params)
-        if options.known.plan is not None:
-            schedule, local, within = ProcessSchedule(options.known.plan, deferred=True), False, options.known.within
+        if plan is not None:
+            if plan.one_sum and step is None:
+                called = self._called(plan, leaves, spec, args, kwargs)
+                if called.is_loss(options.known.nodes):
+                    mean = self.outputs == "mean"
+                    return Run(called.output, self.axis, None, mean, False, called.leaves, (), options.known)
+            schedule, local, within = ProcessSchedule(plan, deferred=True), False, options.known.within
             given, inputs = marker.defer(schedule, leaves, [()] * len(leaves), called and called.leaves)
             marked = Marked(given, None, schedule, inputs)
         elif recorded:
@@ -117,15 +124,14 @@ class DataParallel(StepSettings):
         given = params if marked.as_given else tree.unflatten(spec, marked.leaves)
         if options.frozen is not None:
             given = tree.filled(given, options.frozen)
-        places, values = ([self.argnums], [given]) if isinstance(self.argnums, int) else (self.argnums, given)
-        args = tuple(tree.at_places(args, places, values))
+        args = self._filled(args, given)
         own: Sequence[torch.Tensor] = ()
         made: int | None = None
         if recorded:
             output = self.fn(*args, **kwargs)
         else:
             with wire.among.passes.in_forward() if wire and options.step is None else nullcontext():
-                with comm.NOTHING if again else look_at_modules(self.fn, leaves, given) as first:
+                with look_at_modules(self.fn, leaves, given) if plan is None else comm.NOTHING as first:
                     called = called or Called.now(self.fn, given, marked.leaves, args, kwargs)
                 output = called.output
                 if not private.in_transform():  # side effects
@@ -142,11 +148,25 @@ class DataParallel(StepSettings):
             output = calls.reaching(output, marked.leaves)
         mean = self.outputs == "mean" and not self.blocked
         output = output if marked.tie is None else marked.tied(output)
-        plan = wire.plan if wire else None
-        known = Known(plan, within, None if own else made)
-        if plan is not None and not again and options.deferred and options.step is None and plan.lasts(len(leaves)):
-            self.__dict__["_answers"] = (plan.hook, axis, [spec, *map(KIND, leaves)]), known
+        known = Known(wire.plan if wire else None, within, None if own else made)
+        if wire and plan is None and options.deferred and options.step is None and wire.plan.lasts(len(leaves)):
+            self.__dict__["_answers"] = (wire.plan.hook, axis, [spec, *map(KIND, leaves)]), known
         return Run(output, self.axis, marked.schedule, mean, local, marked.inputs, own, known)
+
+    def _called(self, plan: Plan, params: Tensors, spec: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Called:
+        """A call on new leaves in place of `params`; the one sum of `plan` is to reduce their gradients."""
+        assert plan.axis.comm
+        leaves = [*map(torch.Tensor.requires_grad_, map(torch.Tensor.detach, params))]
+        given = tree.unflatten(spec, leaves)
+        with plan.axis.comm.passes.in_forward():
+            called = Called.now(self.fn, given, leaves, self._filled(args, given), kwargs)
+            calls.refuse_backward(leaves)
+        return called
+
+    def _filled(self, args: tuple[Any, ...], params: Any) -> tuple[Any, ...]:
+        """The arguments of a call with `params` in the places of the parameters."""
+        several = not isinstance(self.argnums, int)
+        return tuple(tree.at_places(args, *((self.argnums, params) if several else ((self.argnums,), (params,)))))
 
     def _params_of(self, args: tuple[Any, ...], training: bool = False) -> tuple[Tree, SyncState | None]:
         """The parameters among the arguments of a call, and the communication state that came with them."""

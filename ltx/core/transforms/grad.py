@@ -30,7 +30,7 @@ from ltx.core.gradients.reduction import LeafState
 from ltx.core.ranks.batched import in_front
 from ltx.core.transforms.calls_again import Calls, checkpoints_allowed, own_grad_and_value
 from ltx.core.transforms.closure_check import first_hooked, hooked_text, refuse_captured, watch_for_traced_values
-from ltx.core.transforms.run import PLAIN_CALL, CallOptions, StepSettings, refuse_backward
+from ltx.core.transforms.run import PLAIN_CALL, CallOptions, Run, StepSettings, refuse_backward
 from ltx.core.transforms.sync_state import Synced, SyncState, check_state, states_after
 from ltx.typing import Step, Tree
 
@@ -172,11 +172,11 @@ def _by_plain_autograd(
                 refuse_captured(step.fn, output, filled, private.nodes_made() - before)
             except StepError:
                 closes = True  # over variables, whose gradients nobody refuses here
-    loss, schedule = output[0] if isinstance(output, tuple) else output, run.schedule
+    loss = output[0] if isinstance(output, tuple) else output
     with calls.in_pass():
-        if isinstance(schedule, ProcessSchedule):
+        if run.inputs is not None:
             objective = [loss] if loss.requires_grad else []  # else no operation connects it to the markers
-            grads, states = by_buckets(schedule, objective, None, run.inputs or (), False, run.own)
+            grads, states = by_buckets(run, objective, None, False)
         else:
             grads, states = gradients(loss, inputs, closes, run.own), {}
     found, value = tree.unflatten(spec, grads), output if closes and torch.is_grad_enabled() else tree.detached(output)
@@ -184,8 +184,8 @@ def _by_plain_autograd(
     value = tree.map(lambda x: x.clone() if isinstance(x, torch.Tensor) and x.ndim == 0 else x, value)
     if state is None:
         return found, value
-    assert schedule is not None
-    return (found, state.advanced(states_after(schedule.plan, states, state.leaves, params))), value
+    assert run.known.plan is not None
+    return (found, state.advanced(states_after(run.known.plan, states, state.leaves, params))), value
 
 
 def _check_differentiable(leaves: list[Any], params: Tree, number: int) -> None:
@@ -222,15 +222,18 @@ def _with_own(leaf: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
 
 
 def by_buckets(
-    schedule: ProcessSchedule, outputs: Tensors, cotangents: Tensors | None, inputs: Tensors, again: bool, own: Tensors
+    run: Run, outputs: Tensors, cotangents: Tensors | None, again: bool
 ) -> tuple[list[torch.Tensor], dict[int, LeafState]]:
     """Run a deferred pass (:meth:`ProcessSchedule.backward`): (the gradients, next states by parameters' places)."""
-    if schedule.plan.one_sum and len(inputs) == len(schedule.plan.buckets[0].members) and not own:
-        return one_sum.reduced(schedule.plan, inputs, outputs, cotangents, again)[0], {}
+    plan, schedule, inputs = run.known.plan, run.schedule, run.inputs or ()
+    assert plan is not None
+    if plan.one_sum and len(inputs) == len(plan.buckets[0].members) and not run.own:
+        return one_sum.reduced(plan, inputs, outputs, cotangents, again)[0], {}
     grads, states = dict[int, torch.Tensor](), dict[int, LeafState]()
+    assert isinstance(schedule, ProcessSchedule)
     try:
         schedule.send_summary()
-        schedule.backward(outputs, inputs, cotangents, again, own)
+        schedule.backward(outputs, inputs, cotangents, again, run.own)
         with torch.no_grad():
             for bucket, reduced in schedule.wait_buckets():
                 grads.update(zip(bucket.members, schedule.unpack(bucket, reduced), strict=True))
@@ -262,10 +265,10 @@ class Call:
         with comm.span("forward"), plain, torch.enable_grad(), allowed, watched, self.calls.recorded():
             run = step.run(args, kwargs, self._options(args))
             outputs, self.result_spec = tree.flatten(run.value())
-        self._inputs, self._own, self._schedule = run.inputs, run.own, run.schedule
+        self._run = run
         found = [(i, x) for i, x in enumerate(outputs) if isinstance(x, torch.Tensor)]
         self.differentiable = [i for i, x in found if x.requires_grad]
-        if self._inputs is not None and not self.differentiable:  # the rank takes part, as its peers wait for it
+        if run.inputs is not None and not self.differentiable:  # the rank takes part, as its peers wait for it
             self.differentiable = [i for i, x in found if x.is_floating_point() or x.is_complex()]
         self.outputs = [outputs[i] for i in self.differentiable]
         self.constants = [None if i in self.differentiable else x for i, x in enumerate(outputs)]
@@ -286,21 +289,22 @@ class Call:
 
     def pull(self, cotangents: Tensors, batched: bool) -> tuple[torch.Tensor | None, ...]:
         """Run the backward pass, on plain autograd. It may run several times (jacrev in chunks)."""
-        if self._inputs is not None and batched:  # one pass after the other: each is a pass of all ranks
+        if self._run.inputs is not None and batched:  # one pass after the other: each is a pass of all ranks
             rows = [self.pull(one, False) for one in zip(*cotangents, strict=True)]
             return tuple(None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True))
 
         def pull(*one: torch.Tensor) -> tuple[torch.Tensor, ...]:
             wanted = [x for x in self.inputs if x.requires_grad]
-            found = torch.autograd.grad(self.outputs, [*wanted, *self._own], one, retain_graph=True, allow_unused=True)
+            asked = [*wanted, *self._run.own]
+            found = torch.autograd.grad(self.outputs, asked, one, retain_graph=True, allow_unused=True)
             return tuple(map(_with_own, wanted, found))
 
         with torch.inference_mode(False), checkpoints_allowed(), self.calls.in_pass():
-            if self._inputs is not None:  # as :func:`ltx.grad` does it: the pass has no fence
+            if self._run.inputs is not None:  # as :func:`ltx.grad` does it: the pass has no fence
                 objectives = [x for x in self.outputs if x.requires_grad]
                 given = [c for x, c in zip(self.outputs, cotangents, strict=True) if x.requires_grad]
                 with torch.no_grad():
-                    found, _ = by_buckets(self._schedule, objectives, given, self._inputs, True, self._own)
+                    found, _ = by_buckets(self._run, objectives, given, True)
                 of = dict(zip(map(id, self._params), found, strict=True))
                 return tuple(map(of.get, map(id, self.inputs)))
             with comm.span("backward"):

@@ -173,6 +173,12 @@ class Called(NamedTuple):
             in_step.reset(token)
         return cls(leaves, output, private.nodes_made() - before)
 
+    def is_loss(self, nodes: int | None) -> bool:
+        """Whether the output is a loss at the end of a graph of so many `nodes`, of which all is known."""
+        x = self.output
+        plain = type(x) is torch.Tensor and x.ndim == 0 and x.requires_grad and x.is_floating_point()
+        return plain and self.nodes == nodes
+
 
 class CallOptions(NamedTuple):
     """Options of one call of a step. A plain call has the defaults."""

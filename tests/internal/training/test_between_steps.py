@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import product
 from operator import setitem
 from pathlib import Path
 from types import FrameType
@@ -229,6 +230,52 @@ def test_a_steady_step_asks_nothing_anew() -> None:
         counts.append(asked.call_count)
     assert counts == [1, 0, 0]
     assert state.resolved.straight == (ltx.axis_size() > 1)
+
+
+def changed(change: str, w: dict[str, Tensor], x: Tensor) -> Any:
+    """What a step returns from its fourth call on."""
+    y = (w["w"] * x).square().mean() + w["v"].sum()
+    match change:
+        case "weighted":
+            return ltx.Weighted(y, 1.0 + int(ltx.axis_index()))
+        case "one rank's loss is constant":
+            return y if int(ltx.axis_index()) else x.sum()
+        case "differentiates itself":
+            y.backward(retain_graph=True)
+        case "communicates":
+            return ltx.pmean(y)
+        case "captures":
+            return y * OWN
+        case "raises":
+            raise ZeroDivisionError
+    return {"wide": y.double(), "other": y.sin().exp()}.get(change, y)
+
+
+CHANGES = ("wide", "weighted", "communicates", "other", "captures", "raises", "differentiates itself")
+
+
+@pytest.mark.parametrize(
+    ("change", "outputs"), [*product(CHANGES, ("local", "mean")), ("one rank's loss is constant", "local")]
+)
+@on_ranks(2)
+def test_gradients_after_a_change(change: str, outputs: Any) -> None:
+    """A step that was called before and one that wasn't."""
+    now, params, x = [""], {"w": torch.ones(3), "v": torch.ones(2)}, torch.ones(3) + ltx.axis_index()
+
+    def answer(make: Callable[[Any], Any], step: Any) -> Any:
+        try:
+            return [*ltx.tree.flatten(make(step)(params, x))[0]]
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    for make in (ltx.grad_and_value, torch.func.grad_and_value):
+        now[0] = ""
+        steady, new = (ltx.data_parallel(lambda w, x: changed(now[0], w, x), outputs=outputs) for _ in range(2))
+        for _ in range(3):
+            answer(make, steady)
+        now[0] = change
+        fast, slow = answer(make, steady), answer(make, new)
+        assert fast == slow if isinstance(slow, str) else all(map(torch.equal, fast, slow)), (fast, slow)
 
 
 def test_an_equal_axis_is_the_same() -> None:
