@@ -144,9 +144,9 @@ class DataParallel(StepSettings):
             calls.refuse_backward(marked.inputs or leaves, marked.inputs and marked.schedule)
         if not isinstance(output, torch.Tensor) or output.ndim:  # it isn't a loss
             calls.refuse_gradients(output, leaves, spec)
-        if marked.inputs is not None and options.step is None:
-            output = calls.reaching(output, marked.leaves)
         mean = self.outputs == "mean" and not self.blocked
+        if marked.inputs is not None and options.step is None:
+            output = calls.reaching(output, marked.leaves, mean)
         output = output if marked.tie is None else marked.tied(output)
         known = Known(wire.plan if wire else None, within, None if own else made)
         if wire and plan is None and options.deferred and options.step is None and wire.plan.lasts(len(leaves)):

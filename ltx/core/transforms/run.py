@@ -241,14 +241,19 @@ def differentiating_itself() -> Iterator[None]:
         ) from error
 
 
-def reaching(output: Any, leaves: Sequence[torch.Tensor]) -> Any:
-    """`output`; a Weighted's total without data gets a zero that depends on parameters: all ranks run psum's pass."""
+def reaching(output: Any, leaves: Sequence[torch.Tensor], mean: bool) -> Any:
+    """`output`; a loss without data that ranks average (a Weighted, or with `mean`) gets a zero that depends on
+    parameters: all ranks run psum's pass.
+    """
     if type(output) is tuple and output:
-        return (reaching(output[0], leaves), *output[1:])
-    if not isinstance(output, Weighted) or getattr(output.total, "requires_grad", True):
+        return (reaching(output[0], leaves, mean), *output[1:])
+    weighted = isinstance(output, Weighted)
+    total = output.total if weighted else output
+    if not (weighted or mean) or getattr(total, "requires_grad", True):
         return output
     nothing = leaves[0].reshape(-1)[:0].sum()  # 0, even where the parameter isn't finite
-    return output._replace(total=output.total + (nothing.real if nothing.is_complex() else nothing).to(output.total))
+    total = total + (nothing.real if nothing.is_complex() else nothing).to(total)
+    return output._replace(total=total) if weighted else total
 
 
 def _floating(leaves: list[Any]) -> list[int]:

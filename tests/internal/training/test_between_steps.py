@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import product
 from operator import setitem
 from pathlib import Path
 from types import FrameType
@@ -254,9 +253,8 @@ def changed(change: str, w: dict[str, Tensor], x: Tensor) -> Any:
 CHANGES = ("wide", "weighted", "communicates", "other", "captures", "raises", "differentiates itself")
 
 
-@pytest.mark.parametrize(
-    ("change", "outputs"), [*product(CHANGES, ("local", "mean")), ("one rank's loss is constant", "local")]
-)
+@pytest.mark.parametrize("outputs", ["local", "mean"])
+@pytest.mark.parametrize("change", [*CHANGES, "one rank's loss is constant"])
 @on_ranks(2)
 def test_gradients_after_a_change(change: str, outputs: Any) -> None:
     """A step that was called before and one that wasn't."""
