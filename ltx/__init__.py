@@ -54,7 +54,7 @@ finally:
 if TYPE_CHECKING:
     from ltx import checkpoint, profile, tensor_parallel
     from ltx.core.training.mixed_precision import DynamicLossScale, Precision, mixed_precision
-    from ltx.data import DataPosition, rank_zero_first, share_out, to_device, uneven
+    from ltx.data import DataPosition, rank_zero_first, to_device, uneven
     from ltx.hooks.adasum import adasum
     from ltx.record import Replayed, record_messages, replay
     from ltx.runtime.per_rank import PerRank
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from ltx.strategies.zero import ZeroStrategy
 
 _LATER = {
-    **dict.fromkeys(("DataPosition", "rank_zero_first", "share_out", "to_device", "uneven"), "ltx.data"),
+    **dict.fromkeys(("DataPosition", "rank_zero_first", "to_device", "uneven"), "ltx.data"),
     **dict.fromkeys(("DynamicLossScale", "Precision", "mixed_precision"), "ltx.core.training.mixed_precision"),
     **dict.fromkeys(("Pool", "launch"), "ltx.runtime.pool"),
     **dict.fromkeys(("Replayed", "record_messages", "replay"), "ltx.record"),
@@ -85,15 +85,7 @@ _LATER_SUBMODULES = ("checkpoint", "profile", "tensor_parallel")
 __all__ = ["checkpoint", "errors", "hooks", "nn", "optim", "profile", "tensor_parallel"]
 __all__ += ["Axis", "Strategy", "World", "axis_from_group", "init", "shutdown", "to_device", "vmap", "world"]
 __all__ += ["BaguaStrategy", "DDPStrategy", "DiLoCoStrategy", "HorovodStrategy", "LocalSGDStrategy", "ZeroStrategy"]
-__all__ += [
-    "DataPosition",
-    "DynamicLossScale",
-    "Precision",
-    "mixed_precision",
-    "rank_zero_first",
-    "share_out",
-    "uneven",
-]
+__all__ += ["DataPosition", "DynamicLossScale", "Precision", "mixed_precision", "rank_zero_first", "uneven"]
 __all__ += ["PerRank", "Pool", "Replayed", "debug_checks", "launch", "record_messages", "replay", "show"]
 __all__ += [*_collectives.__all__, "adasum"]
 __all__ += _training.__all__

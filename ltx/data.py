@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 
@@ -19,8 +19,6 @@ import ltx
 from ltx.errors import ArgumentError, DataError, InputError, TreeError, UnsupportedError
 from ltx.extend import Axis, arguments, brief, collectives, comm, tree
 from ltx.typing import Tree
-
-Items = TypeVar("Items")
 
 _LARGEST = (1 << 62) - 1  # half of a torch.Generator's largest seed: an epoch's is the sum of two such numbers
 
@@ -269,60 +267,6 @@ class _Blank(partial[torch.Tensor]):
 
 def _text(error: BaseException | None) -> str:
     return "" if error is None else "".join(traceback.format_exception_only(error)).strip()
-
-
-@arguments.checked("pad")
-def share_out(items: Items, axis: Any = None, *, pad: bool = False) -> Items:
-    """This rank's share of items that every rank has: any number of texts, paths or samples of any kind.
-
-    The shares are consecutive, so ``sum(ltx.all_gather_object(share), [])`` is the whole list again. For batches of
-    tensors, in equal parts, use :func:`ltx.shard`.
-
-    Args:
-        items: a list, tuple or tensor, or a dict of these, all of one length.
-        axis: as in :func:`ltx.psum`.
-        pad: make all shares of equal length by repeating the last item. Then ranks can communicate in each turn of a
-            loop over their shares. Drop the results for the padding: ``whole[: len(items)]``.
-
-    Returns:
-        What each rank sees: its share, of the type of `items`. Without `pad` lengths differ by one at most.
-
-    Raises:
-        InputError: (a ValueError) `items` has another type, or lengths in a dict differ.
-        UnsupportedError: a tensor is sparse or nested.
-        AxisError: the axis is one of ``ltx.vmap``, or isn't in scope.
-
-    Source: accelerate's ``split_between_processes``, which pads each share with its own last item.
-
-    Example:
-        >>> import ltx
-        >>> with ltx.Pool(2) as pool:
-        ...     pool.run(lambda: ltx.share_out(["a", "b", "c"], pad=True))
-        PerRank(rank 0: ['a', 'b'], rank 1: ['c', 'c'])
-    """
-    found = comm.resolve(axis)
-    found.ranks.need("objects", f"share_out has no form under ltx.vmap, for axis {found.name!r}: use ltx.shard.")
-    parts: dict[Any, Any] = items if isinstance(items, dict) else {"items": items}
-    if not all(isinstance(x, list | tuple) or (isinstance(x, torch.Tensor) and x.ndim) for x in parts.values()):
-        raise InputError(f"share_out: items must be a list, tuple or tensor, or a dict of such, got {brief(items)}.")
-    tensors = {name: x for name, x in parts.items() if isinstance(x, torch.Tensor)}
-    tree.check_dense(tree.flatten(tensors)[0], tensors, "share_out")
-    lengths = {name: len(x) for name, x in parts.items()}
-    if len(set(lengths.values())) > 1:
-        raise InputError(f"share_out: what is in a dict must have one length, got {lengths}.")
-    length = max(lengths.values(), default=0)
-    rank, size = found.ranks.rank, found.size
-    each = -(-length // size)
-    start, stop = (rank * each, (rank + 1) * each) if pad else (rank * length // size, (rank + 1) * length // size)
-    taken = [min(place, length - 1) for place in range(start, stop)]
-
-    def share(x: Any) -> Any:
-        if isinstance(x, torch.Tensor):
-            return x[taken]
-        return (list if isinstance(x, list) else tuple)(x[place] for place in taken)
-
-    shares = {name: share(x) for name, x in parts.items()}
-    return shares if isinstance(items, dict) else shares["items"]  # type: ignore[return-value]
 
 
 @contextmanager

@@ -62,7 +62,7 @@ def pytest_configure() -> None:
 
 #: Examples in docstrings that start processes of their own, as tests of those modules do.
 START_PROCESSES = {"ltx.runtime.pool.launch", "ltx.runtime.pool.Pool"}
-START_PROCESSES |= {"ltx.profile.traces.timeline", "ltx.data.share_out"}
+START_PROCESSES |= {"ltx.profile.traces.timeline"}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

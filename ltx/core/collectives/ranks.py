@@ -141,7 +141,7 @@ def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
                 raise AxisError(
                     f"shard: leaf {path!r} of shape {list(x.shape)} can't be split along dim {dim} into {size} equal "
                     f"parts, one for each rank of axis {name!r}. Drop or pad the remainder. Processes can take unequal "
-                    "parts in place of this, ltx.share_out(batch); an ltx.Weighted step then counts each sample alike."
+                    "parts in place of this, x[rank::size]; an ltx.Weighted step then counts each sample alike."
                 )
             if not traced.recording():
                 tree.check_dense([x], x, f"shard: {path}")

@@ -279,7 +279,6 @@ def calls(folder: Path) -> dict[str, list[Call]]:
             ),
             Call(step.init, params(), None),
         ],
-        "ltx.share_out": [Call(ltx.share_out, ["a", "b"], pad=True)],
         "ltx.rank_zero_first": [Call(ltx.rank_zero_first, None, then=lambda made: made.__enter__())],
         "ltx.uneven": [Call(ltx.uneven, [T], "data", then=_first)],
         "ltx.mixed_precision": [Call(ltx.mixed_precision, dp, ltx.Precision(), then=_stepped)],

@@ -219,7 +219,7 @@ SLIPS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "an odd batch": (
         lambda: ltx.vmap(ltx.shard, in_dims=None, axis_size=2)(torch.ones(3)),
         ltx.errors.AxisError,
-        "ltx.share_out(batch)",
+        "x[rank::size]",
     ),
 }
 

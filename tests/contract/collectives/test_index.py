@@ -167,6 +167,6 @@ def test_shard_of_what_does_not_divide() -> None:
     assert said(AxisError, lambda: ltx.vmap(lambda: ltx.shard({"batch": {"x": torch.zeros(5, 2)}}), axis_size=2)()) == (
         "shard: leaf 'batch.x' of shape [5, 2] can't be split along dim 0 into 2 equal parts, one for each rank of "
         "axis 'data'. Drop or pad the remainder. Processes can take unequal parts in place of this, "
-        "ltx.share_out(batch); an ltx.Weighted step then counts each sample alike."
+        "x[rank::size]; an ltx.Weighted step then counts each sample alike."
     )
     refuses(AxisError, "can't be split along dim 2", ltx.shard, torch.zeros(4, 2), dim=2)

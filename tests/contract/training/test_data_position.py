@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import ltx
-from ltx.errors import AxisError, DataError, InputError, UnsupportedError
-from tests import train_on
+from ltx.errors import AxisError, DataError, InputError
 from tests.kinds import Ranks
 from tests.train_on import refuses
 
@@ -96,59 +95,6 @@ def test_a_rank_that_isnt_there() -> None:
     refuses(InputError, "expected a rank from 0 to 1, got 2", ltx.DataPosition(8, 4).indices, 2, 2)
 
 
-WORDS = ["a", "b", "c", "d", "e"]
-
-#: What is shared out among how many ranks, padded or not, and each rank's share.
-SHARES: dict[str, tuple[Any, int, bool, list[Any]]] = {
-    "list": (WORDS, 2, False, [WORDS[:2], WORDS[2:]]),
-    "padded": (WORDS, 2, True, [WORDS[:3], ["d", "e", "e"]]),
-    "padded twice": (WORDS, 4, True, [["a", "b"], ["c", "d"], ["e", "e"], ["e", "e"]]),
-    "fewer than ranks": (["a"], 3, False, [[], [], ["a"]]),
-    "fewer, padded": (("a",), 3, True, [("a",)] * 3),
-    "none": ([], 2, True, [[], []]),
-    "none in a dict": ({}, 2, True, [{}, {}]),
-    "equal": (tuple(WORDS[:4]), 2, True, [("a", "b"), ("c", "d")]),
-    "shapes": (torch.Size([4, 5]), 2, False, [(4,), (5,)]),
-    "lists of lists": ([[1], [2, 3], [4]], 2, False, [[[1]], [[2, 3], [4]]]),
-    "dict": (
-        {"text": WORDS[:3], "tokens": torch.tensor([[1, 2], [3, 4], [5, 6]])},
-        2,
-        True,
-        [
-            {"text": ["a", "b"], "tokens": torch.tensor([[1, 2], [3, 4]])},
-            {"text": ["c", "c"], "tokens": torch.tensor([[5, 6], [5, 6]])},
-        ],
-    ),
-    "alone": (WORDS, 1, True, [WORDS]),
-}
-
-
-def plain(shares: Any) -> Any:
-    """With lists for tensors, in which `==` is one answer."""
-    return ltx.tree.map(lambda x: x.tolist() if isinstance(x, torch.Tensor) else x, list(shares))
-
-
-@pytest.mark.parametrize("name", SHARES)
-def test_each_rank_gets_its_share(name: str, ranks: Ranks) -> None:
-    items, size, pad, expected = SHARES[name]
-    found = [ltx.share_out(items, pad=pad)] if size == 1 else ranks(size).run(ltx.share_out, items, pad=pad)
-    assert plain(found) == plain(expected)
-
-
-@pytest.mark.parametrize(
-    ("items", "said"),
-    [
-        ({"text": ["a"], "label": [1, 2]}, "must have one length, got {'text': 1, 'label': 2}"),
-        ("abc", "must be a list, tuple or tensor, or a dict of such, got 'abc'"),
-        ({"text": 3}, "got {'text': 3}"),
-        (torch.tensor(1.0), "must be a list, tuple or tensor"),
-        ({"a": ["b"], "x": torch.eye(1).to_sparse()}, "leaf 'x' has layout torch.sparse_coo, and a dense tensor was"),
-    ],
-)
-def test_what_cant_be_shared_out(items: Any, said: str) -> None:
-    assert said in train_on.said((InputError, UnsupportedError), ltx.share_out, items)
-
-
 def seen_first(folder: Path) -> Callable[[], tuple[list[bool], list[int]]]:
     """What each rank finds there, twice, and writes if it isn't; and who came there."""
 
@@ -187,5 +133,4 @@ def test_rank_zero_goes_first_and_its_errors_and_interrupts_reach_all(ranks: Ran
 def test_alone_and_under_vmap() -> None:
     with pytest.raises(OSError, match="disk"), ltx.rank_zero_first():
         raise OSError("disk")
-    for call in (lambda x: ltx.rank_zero_first().__enter__(), lambda x: ltx.share_out([x])):
-        refuses(AxisError, r"under ltx\.vmap", ltx.vmap(call), torch.ones(2))
+    refuses(AxisError, r"under ltx\.vmap", ltx.vmap(lambda x: ltx.rank_zero_first().__enter__()), torch.ones(2))
