@@ -77,29 +77,27 @@ def vmap(
         # Dynamo can't flatten a dict without keys.
         leaves, spec, dims = _mapped_arguments(axis_name, in_dims, args, (*args, named) if named else args)
         size = _mapped_size(axis_name, axis_size, leaves, dims)
-        given = [(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True) if isinstance(leaf, torch.Tensor)]
-        mapped_first = sorted(given, key=lambda one: one[1] is None)
-        device = mapped_first[0][0].device if given else None
+        given = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        mapped_first = sorted(given, key=lambda i: dims[i] is None)
+        device = leaves[mapped_first[0]].device if given else None
         known: list[Any] = []
 
         def one_rank(_rank: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             level = open_simulated(axis_name, size, device)
             try:
-                mine = iter(tensors)
-                own = tree.unflatten(spec, [next(mine) if isinstance(x, torch.Tensor) else x for x in leaves])
+                own = tree.unflatten(spec, tree.at_places(leaves, given, tensors))
                 output = f(*own[:-1], **own[-1]) if named else f(*own)
             finally:
                 close_simulated()
             outputs, structure = tree.flatten(output)
             tree.check_open(outputs, output, f"axis {axis_name!r}: the output", "stacked by rank", tensors_only=True)
-            is_tensor = [isinstance(out, torch.Tensor) for out in outputs]
-            rest = [None if ok else out for ok, out in zip(is_tensor, outputs, strict=True)]
-            known.append((structure, is_tensor, rest, _placed(out_dims, output, outputs, level)))
-            return tuple(out for ok, out in zip(is_tensor, outputs, strict=True) if ok)
+            places = [i for i, out in enumerate(outputs) if isinstance(out, torch.Tensor)]
+            known.append((structure, outputs, places, _placed(out_dims, output, outputs, level)))
+            return tuple(outputs[i] for i in places)
 
         try:  # the rank's number is mapped too: torch.vmap has a batch even if no input of the user's is mapped
-            ranks = torch.vmap(one_rank, in_dims=(0, *(dim for _, dim in given)), randomness=randomness)
-            stacked = ranks(torch.arange(size, device="cpu"), *(leaf for leaf, _ in given))
+            ranks = torch.vmap(one_rank, in_dims=(0, *(dims[i] for i in given)), randomness=randomness)
+            stacked = ranks(torch.arange(size, device="cpu"), *(leaves[i] for i in given))
         except RuntimeError as error:
             advice = next((text for part, text in _ADVICE if part in str(error)), None)
             if any("_higher_order_ops" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
@@ -107,15 +105,13 @@ def vmap(
             if advice is None or isinstance(error, LtxError):
                 raise
             raise UnsupportedError(f"ltx.vmap, axis {axis_name!r}: {advice} torch says: {error}") from error
-        structure, is_tensor, rest, placed = known[0]
-        results = iter(stacked)
-        filled = [next(results) if ok else other for ok, other in zip(is_tensor, rest, strict=True)]
-        for i, (dim, path) in enumerate(placed):
-            if is_tensor[i]:
-                if path is not None:
-                    _check_equal(filled[i], path)
-                filled[i] = _place(filled[i], dim)
-        return tree.unflatten(structure, filled)
+        structure, outputs, places, placed = known[0]
+        for i, result in zip(places, stacked, strict=True):
+            dim, path = placed[i]
+            if path is not None:
+                _check_equal(result, path)
+            outputs[i] = _place(result, dim)
+        return tree.unflatten(structure, outputs)
 
     return traced.whole(mapped)
 
