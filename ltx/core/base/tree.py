@@ -46,8 +46,12 @@ def at_places(values: Sequence[Any], places: Sequence[int], others: Iterable[Any
     return filled
 
 
-def flatten(tree: Tree) -> tuple[list[Any], Any]:
+def flatten(
+    tree: Tree, is_leaf: Callable[[Any], bool] | None = None, none_is_leaf: bool = False
+) -> tuple[list[Any], Any]:
     """The leaves, in the order of sorted dict keys, and the structure for :func:`unflatten`.
+
+    `is_leaf`: which other nodes count as leaves. `none_is_leaf`: so does each None.
 
     Raises TreeError for a tree that contains itself or is nested too deeply.
 
@@ -56,22 +60,24 @@ def flatten(tree: Tree) -> tuple[list[Any], Any]:
     """
     if torch.compiler.is_compiling():  # Dynamo traces optree, but not the try block below
         traced.trace_dicts()
-        if type(tree) is dict and tree and all(isinstance(x, torch.Tensor) for x in tree.values()):
+        plain = type(tree) is dict and tree and is_leaf is None and not none_is_leaf
+        if plain and all(isinstance(x, torch.Tensor) for x in tree.values()):
             # Dynamo takes ten times as long for optree's own walk, which makes a structure for each leaf.
             leaf = optree.treespec_leaf(namespace=NAMESPACE)
             spec = optree.treespec_dict(dict.fromkeys(tree, leaf), namespace=NAMESPACE)
             return [tree[key] for key in spec.entries()], spec
-        leaves, spec = _flatten(tree, namespace=NAMESPACE)
+        leaves, spec = _flatten(tree, is_leaf, none_is_leaf=none_is_leaf, namespace=NAMESPACE)
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
                 open_in_graph(type(leaf))
         return leaves, spec
     try:
-        leaves, spec = _flatten(tree, namespace=NAMESPACE)
+        leaves, spec = _flatten(tree, is_leaf, none_is_leaf=none_is_leaf, namespace=NAMESPACE)
         if PLAIN.issuperset(builtins.map(type, leaves)):
             return leaves, spec
         # `opened` registers a new container class, so flatten again; this happens once for each class.
-        return flatten(tree) if any(opened(cls) for cls in set(builtins.map(type, leaves))) else (leaves, spec)
+        kinds = {type(x) for x in leaves if is_leaf is None or not is_leaf(x)}
+        return flatten(tree, is_leaf, none_is_leaf) if any(builtins.map(opened, kinds)) else (leaves, spec)
     except RecursionError:
         raise TreeError(
             f"a tree of type {type(tree).__name__} holds itself, or is nested too deeply. Pass dicts, lists and tuples."
@@ -79,13 +85,13 @@ def flatten(tree: Tree) -> tuple[list[Any], Any]:
 
 
 def map(function: Callable[..., Any], tree: Tree, *rest: Tree, **options: Any) -> Tree:
-    """A tree of ``function(leaf, *others)``, with the leaf's counterparts in `rest`. `options` are optree's.
+    """A tree of ``function(leaf, *others)``, with the leaf's counterparts in `rest`. `options` are :func:`flatten`'s.
 
     >>> map(lambda x, y: x + y, {"a": 1}, {"a": 2})
     {'a': 3}
     """
-    leaves, spec = flatten(tree)  # registers new container classes, and raises for endless trees
-    if options or torch.compiler.is_compiling():
+    leaves, spec = flatten(tree, **options)
+    if torch.compiler.is_compiling():
         return optree.tree_map(function, tree, *rest, namespace=NAMESPACE, **options)
     return unflatten(spec, builtins.map(function, leaves, *[spec.flatten_up_to(other) for other in rest]))
 
@@ -134,10 +140,7 @@ def leaf_paths(tree: Tree, with_none: bool = False, is_leaf: Callable[[Any], boo
     >>> leaf_paths({"layers": [1, 2], "bias": 3})
     ['bias', 'layers.0', 'layers.1']
     """
-    spec = flatten(tree)[1]  # registers new container classes, and raises for endless trees
-    if with_none or is_leaf is not None:
-        spec = optree.tree_structure(tree, is_leaf, none_is_leaf=with_none, namespace=NAMESPACE)
-    return list(paths_of(spec))
+    return list(paths_of(flatten(tree, is_leaf, with_none)[1]))
 
 
 def paths_of(spec: Any) -> tuple[str, ...]:

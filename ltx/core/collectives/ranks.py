@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import optree
 import torch
 
 from ltx.core import comm
@@ -187,7 +186,7 @@ def is_records(node: object) -> bool:
 
 def cells(batch: Tree) -> tuple[list[Any], Any]:
     """(cells, structure) of an opened batch. Its cells are :class:`Records` and other leaves."""
-    return optree.tree_flatten(batch, is_records, namespace=tree.NAMESPACE)
+    return tree.flatten(batch, is_records)
 
 
 def portion(items: Sequence[Any], parts: int, part: int) -> Sequence[Any]:
@@ -207,8 +206,7 @@ def opened(batch: Tree, what: str, dim: int = 0) -> tuple[Tree, int | None]:
     """(`batch` with its lists of records as :class:`Records`, the batch's length, or None if it has no such length), as
     `what` is going to cut it along `dim`. Along others than 0 tensors have any lengths, and no list is cut.
     """
-    tree.flatten(batch)  # registers containers of unknown types
-    found, spec = optree.tree_flatten(batch, _is_cell, namespace=tree.NAMESPACE)
+    found, spec = tree.flatten(batch, _is_cell)
     lengths: set[int] = set()
     lists: dict[int, set[int]] = {}
     for place, cell in enumerate(found):
@@ -235,7 +233,7 @@ def opened(batch: Tree, what: str, dim: int = 0) -> tuple[Tree, int | None]:
     def of_samples(node: Any) -> bool:
         return is_records(node) or (type(node) in (list, tuple) and len(node) == length and not _has_tensors(node))
 
-    found, spec = optree.tree_flatten(batch, of_samples, namespace=tree.NAMESPACE)
+    found, spec = tree.flatten(batch, of_samples)
     for place, cell in enumerate(found):
         if of_samples(cell):
             items = cell.items if is_records(cell) else cell

@@ -22,7 +22,7 @@ from torch import Tensor
 from ltx.core.base import private, traced
 from ltx.core.base.arguments import Offering, brief, checked, shown
 from ltx.core.base.errors import OptimError
-from ltx.core.base.tree import NAMESPACE, check_tensors, describe, flatten, leaf_paths, register_node, unflatten
+from ltx.core.base.tree import check_tensors, describe, flatten, leaf_paths, register_node, unflatten
 from ltx.core.comm.operations import SUMMED
 from ltx.core.gradients.planning import in_step
 from ltx.typing import Tree
@@ -127,15 +127,8 @@ def advanced(state: Tree, by: Callable[[int], int] = lambda count: count + 1) ->
 
 def at_nodes(state: Tree, made: Callable[[Any], Any], *kinds: type) -> Tree:
     """`state` with each outermost node of these classes replaced by ``made(node)``."""
-    options: Any = {"is_leaf": lambda x: isinstance(x, kinds), "namespace": NAMESPACE}
-    if torch.compiler.is_compiling():  # Dynamo can't trace the try block below
-        return optree.tree_map(lambda x: made(x) if isinstance(x, kinds) else x, state, **options)
-    try:
-        nodes, spec = optree.tree_flatten(state, **options)
-    except RecursionError:
-        flatten(state)  # says so if it is the tree's fault
-        raise
-    return spec.unflatten([made(x) if isinstance(x, kinds) else x for x in nodes])
+    nodes, spec = flatten(state, lambda x: isinstance(x, kinds))
+    return unflatten(spec, [made(x) if isinstance(x, kinds) else x for x in nodes])
 
 
 def times_lr(optimizer: Optimizer, factor: float) -> Optimizer | None:
@@ -398,11 +391,7 @@ def all_of(state: Tree, *kinds: type) -> list[Any]:
     """The outermost nodes of some classes in an optimizer's state, none inside of a TorchState, which may be large."""
     if type(state) is TorchState:
         return [state] if TorchState in kinds else []
-    try:
-        nodes = optree.tree_leaves(state, is_leaf=lambda node: isinstance(node, (*kinds, TorchState)))
-    except RecursionError:
-        flatten(state)  # says so if it is the tree's fault
-        raise
+    nodes = flatten(state, lambda node: isinstance(node, (*kinds, TorchState)))[0]
     return [node for node in nodes if isinstance(node, kinds)]
 
 
