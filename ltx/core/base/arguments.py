@@ -304,14 +304,10 @@ def _test_of(annotation: Any, names: dict[str, Any]) -> Test | None:
         return None if None in found else lambda x: any(test(x) for test in found if test)
     if origin is Literal:
         return lambda x: isinstance(x, str) and x in arguments
-    if origin is type:
-        return lambda x: isinstance(x, type)
-    if origin is collections.abc.Callable or annotation is collections.abc.Callable:
-        return callable
+    if (known := origin or annotation) in _TESTS:
+        return _TESTS[known]
     if origin is not None and isinstance(origin, type):
         return _items_test(origin, arguments, names)
-    if annotation in _TESTS:
-        return _TESTS[annotation]
     return (lambda x: isinstance(x, annotation)) if isinstance(annotation, type) else None
 
 
@@ -350,4 +346,6 @@ _TESTS: dict[Any, Test | None] = {
     bool: lambda x: isinstance(x, bool) or (type(x).__module__ == "numpy" and type(x).__name__ in ("bool", "bool_")),
     int: is_whole,
     float: is_number,
+    type: lambda x: isinstance(x, type),
+    collections.abc.Callable: callable,
 }

@@ -4,43 +4,13 @@ from __future__ import annotations
 
 import re
 
-__all__ = [
-    "ArgumentError",
-    "AuthenticationError",
-    "AxisError",
-    "CallFailedError",
-    "CallInterruptedError",
-    "CallTimeoutError",
-    "CheckpointError",
-    "CollectiveError",
-    "CollectiveTimeoutError",
-    "DataError",
-    "DeadlockDetectedError",
-    "DonatedStateError",
-    "EqualBatchesWarning",
-    "HookError",
-    "InputError",
-    "InvalidStateError",
-    "LtxError",
-    "NotFiniteError",
-    "OptimError",
-    "PeerLostError",
-    "RankMismatchError",
-    "ReplicaDivergedError",
-    "StepError",
-    "StepLeftOutError",
-    "StoreGoneError",
-    "StrategyError",
-    "SyncStateError",
-    "TransportError",
-    "TreeError",
-    "UnsupportedError",
-    "UnusedParameterWarning",
-    "WeightError",
-    "WorkerError",
-    "WorldError",
-]
-
+__all__ = ["ArgumentError", "AuthenticationError", "AxisError", "CallFailedError", "CallInterruptedError"]
+__all__ += ["CallTimeoutError", "CheckpointError", "CollectiveError", "CollectiveTimeoutError", "DataError"]
+__all__ += ["DeadlockDetectedError", "DonatedStateError", "EqualBatchesWarning", "HookError", "InputError"]
+__all__ += ["InvalidStateError", "LtxError", "NotFiniteError", "OptimError", "PeerLostError", "RankMismatchError"]
+__all__ += ["ReplicaDivergedError", "StepError", "StepLeftOutError", "StoreGoneError", "StrategyError"]
+__all__ += ["SyncStateError", "TransportError", "TreeError", "UnsupportedError", "UnusedParameterWarning"]
+__all__ += ["WeightError", "WorkerError", "WorldError"]
 
 #: How states and checkpoints know the leaf of a tree that is one leaf; users have never heard of it.
 WHOLE = "<the tree itself>"

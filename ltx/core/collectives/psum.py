@@ -367,17 +367,16 @@ def psum_sparse(name: str, whole: Tree, value: Tree, axis: Any) -> Tree:
     leaves, spec = tree.flatten(value)
     mine = [x.coalesce() for x in leaves]
     signature = comm.Signature.of(name, tree.leaf_paths(whole), tree.flatten(whole)[0])
-    rows: list[list[int]] = [[] for _ in range(found.size)]
+    counts: list[tuple[int, ...]] = []  # of each leaf, on all ranks
     for start in range(0, len(mine), _HEADER - 1):
-        counts = [x.values().shape[0] for x in mine[start : start + _HEADER - 1]]
-        header = [signature.fingerprint, *counts, *[0] * (_HEADER - 1 - len(counts))]
+        own = [x.values().shape[0] for x in mine[start : start + _HEADER - 1]]
+        header = [signature.fingerprint, *own, *[0] * (_HEADER - 1 - len(own))]
         said = told(name, header, found, signature)
         if any(row[0] != header[0] for row in said):
             found.ranks.by_rank(signature)  # raises on every rank
-        for row, more in zip(rows, said, strict=True):
-            row.extend(more[1 : 1 + len(counts)])
+        counts += list(zip(*said, strict=True))[1 : 1 + len(own)]
     parts = [part for x in mine for part in (x.indices().T, x.values())]
-    lengths = [[row[place // 2] for row in rows] for place in range(len(parts))]
+    lengths = [of_all for of_all in counts for _ in ("indices", "values")]
     agreed = comm.Agreement(signature, signature.fingerprint, None)
     joined = [torch.cat(each) for each in gathered(parts, [0] * len(parts), lengths, found, agreed)]
     sums = [
