@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Callable
 from typing import Any, Literal
@@ -99,7 +100,7 @@ def vmap(
             ranks = torch.vmap(one_rank, in_dims=(0, *(dims[i] for i in given)), randomness=randomness)
             stacked = ranks(torch.arange(size, device="cpu"), *(leaves[i] for i in given))
         except RuntimeError as error:
-            advice = next((text for part, text in _ADVICE if part in str(error)), None)
+            advice = next((text for pattern, text in _ADVICE.items() if re.search(pattern, str(error))), None)
             if any("_higher_order_ops" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
                 advice = _RECORDS
             if advice is None or isinstance(error, LtxError):
@@ -116,41 +117,32 @@ def vmap(
     return traced.whole(mapped)
 
 
-#: torch's texts for operations that its vmap can't run, and what to do instead.
-_READS = (
-    "the function reads values, which simulated ranks don't have one by one (.item(), an `if`, a boolean "
-    "mask). Run it on processes, ltx.Pool(n).run(fn), or choose by torch.where(condition, a, b)."
-)
 _OR_POOL = ", or run the function on processes, ltx.Pool(n).run(fn)."
-_WRITES = (
-    "a write in place needs a tensor that holds the result. What all ranks share, such as what psum gives, has no rank "
-    f"dimension: write psum(x) + y for psum(x).add_(y){_OR_POOL}"
-)
-_FORMATS = f"torch counts the rank dimension in memory formats. Call .to(memory_format=...) before ltx.vmap{_OR_POOL}"
 _RECORDS = (
     "torch.cond, scan, map and while_loop record their functions as graphs, which torch.vmap runs if all of their "
     "branches and carried values have a rank dimension, at best. Write torch.where(condition, a, b), a Python `if` or "
     "a Python loop; between processes they work."
 )
-_ADVICE = (
-    ("calling .item() on a Tensor", _READS),
-    ("data-dependent control flow", _READS),
-    ("dynamic shape", _READS),
-    ("Cannot access data pointer of Tensor", _READS),
-    ("aten::equal", _READS),
-    (
-        "randomness on an unbatched tensor",
-        "the function draws random numbers in place, as a module does that is made in it. Make the module before and "
-        f"pass its parameters (in_dims=None){_OR_POOL}",
+#: Patterns of torch's texts for operations that its vmap can't run, and what to do instead.
+_ADVICE = {
+    r"calling .item\(\) on a Tensor|data-dependent control flow|dynamic shape|Cannot access data pointer|aten::equal": (
+        "the function reads values, which simulated ranks don't have one by one (.item(), an `if`, a boolean mask). "
+        "Run it on processes, ltx.Pool(n).run(fn), or choose by torch.where(condition, a, b)."
     ),
-    ("doesn't match the broadcast shape", _WRITES),
-    ("but `self` not being vmapped over", _WRITES),
-    ("running_mean or running_var", f"batch norm writes its statistics in place. Use ltx.nn.sync_batch_norm{_OR_POOL}"),
-    ("Tensor.requires_grad_()", f"differentiate by ltx.grad or torch.func.grad{_OR_POOL}"),
-    ("to use channels_last", _FORMATS),
-    ("vmap for memory_format", _FORMATS),
-    ("only supported with memory_format", _FORMATS),
-)
+    "randomness on an unbatched tensor": (
+        "the function draws random numbers in place, as a module does that is made in it. Make the module before and "
+        f"pass its parameters (in_dims=None){_OR_POOL}"
+    ),
+    "doesn't match the broadcast shape|but `self` not being vmapped over": (
+        "a write in place needs a tensor that holds the result. What all ranks share, such as what psum gives, has no "
+        f"rank dimension: write psum(x) + y for psum(x).add_(y){_OR_POOL}"
+    ),
+    "to use channels_last|vmap for memory_format|only supported with memory_format": (
+        f"torch counts the rank dimension in memory formats. Call .to(memory_format=...) before ltx.vmap{_OR_POOL}"
+    ),
+    "running_mean or running_var": f"batch norm writes its statistics in place. Use ltx.nn.sync_batch_norm{_OR_POOL}",
+    r"Tensor.requires_grad_\(\)": f"differentiate by ltx.grad or torch.func.grad{_OR_POOL}",
+}
 
 
 def _check_equal(result: torch.Tensor, path: str) -> None:
