@@ -31,6 +31,7 @@ import torch.distributed.distributed_c10d as c10d
 from ltx.core.base import private, traced
 from ltx.core.base.errors import PeerLostError
 from ltx.core.comm import ledger
+from ltx.core.comm.transport import poll_until
 
 #: The backends whose waits block the host. A user may add others. All other backends order streams.
 HOST_BLOCKING = {"gloo", "mpi", "ucc"}
@@ -200,11 +201,8 @@ def connect(store: Any, rank: int, size: int, timeout: timedelta, threads: int |
             store.set_timeout(before)
 
     Thread(target=make, name="ltx-connects", daemon=True).start()
-    why, waited_s = f"it hasn't come about within {limit.total_seconds():g} s", 0.0
-    while not wait([made], _TICK_S).done and waited_s < limit.total_seconds():
-        look_out()
-        waited_s += _TICK_S
-    if made.done():
+    why = f"it hasn't come about within {limit.total_seconds():g} s"
+    if poll_until(lambda: bool(wait([made], _TICK_S).done), limit.total_seconds(), look_out):
         try:
             group = made.result()
             group._set_default_timeout(timeout)

@@ -183,7 +183,7 @@ class Work:
                 "collective here, or the same ones in another order. Nothing of it was used. "
                 f"{channel.peers.why('refused') or WHICH_CALL}"
             )
-        self.total, self.note = None if work.sums is None else work.total, work.note
+        self.total, self.note = work.total, work.note
 
 
 _DIGEST_PRIME = (1 << 61) - 1
