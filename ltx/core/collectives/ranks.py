@@ -8,7 +8,7 @@ raises.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -165,19 +165,10 @@ def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
     return tree.unflatten(spec, [part(path, x) for path, x in zip(paths, parts, strict=True)])
 
 
-class Records:
+class Records(NamedTuple):
     """A list or tuple with one record per sample."""
 
-    def __init__(self, items: Sequence[Any]):
-        self.items = items
-
-
-tree.register_node(
-    Records,
-    lambda records: (tuple(records.items), type(records.items)),
-    lambda children, cls: Records(cls(children)),
-    names=lambda records: [str(place) for place in range(len(records.items))],
-)
+    items: Sequence[Any]
 
 
 def is_records(node: object) -> bool:
