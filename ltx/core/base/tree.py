@@ -68,7 +68,7 @@ def flatten(
             return [tree[key] for key in spec.entries()], spec
         leaves, spec = _flatten(tree, is_leaf, none_is_leaf=none_is_leaf, namespace=NAMESPACE)
         for leaf in leaves:
-            if not isinstance(leaf, torch.Tensor):
+            if not (isinstance(leaf, torch.Tensor) or (is_leaf is not None and is_leaf(leaf))):
                 open_in_graph(type(leaf))
         return leaves, spec
     try:
@@ -91,8 +91,6 @@ def map(function: Callable[..., Any], tree: Tree, *rest: Tree, **options: Any) -
     {'a': 3}
     """
     leaves, spec = flatten(tree, **options)
-    if torch.compiler.is_compiling():
-        return optree.tree_map(function, tree, *rest, namespace=NAMESPACE, **options)
     return unflatten(spec, builtins.map(function, leaves, *[spec.flatten_up_to(other) for other in rest]))
 
 

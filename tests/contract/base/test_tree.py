@@ -114,6 +114,25 @@ def test_nodes_are_registered_with_both_libraries() -> None:
     assert tree.flatten(node)[1] != tree.flatten(Node(node.x, node.y, "other"))[1], "static parts are structure"
 
 
+def test_which_nodes_are_leaves_can_be_said() -> None:
+    """Also of containers, known or not, and in a graph."""
+
+    @dataclass
+    class Pair:
+        x: Any
+        y: Any
+
+    def seconds(x: torch.Tensor) -> Any:
+        return tree.map(lambda pair: pair[1], [(x, x + 1), {"a": (x, x + 2)}], is_leaf=lambda n: isinstance(n, tuple))
+
+    one = torch.ones(())
+    assert seconds(one) == [2, {"a": 3}] == torch.compile(seconds, fullgraph=True, backend="eager")(one)
+    pair, others = Pair(1, 2), {"a": 1}
+    assert tree.flatten([pair, others], is_leaf=lambda n: n in (pair, others))[0] == [pair, others]
+    assert tree.flatten([pair, {"b": None}], is_leaf=lambda n: n == {"b": None})[0] == [1, 2, {"b": None}]
+    assert tree.flatten([pair, None], none_is_leaf=True)[0] == [1, 2, None]
+
+
 @pytest.mark.parametrize(
     "other",
     [
