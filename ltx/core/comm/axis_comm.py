@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,8 +29,7 @@ from ltx.core.comm.signature import Agreement, Seen, Signature
 from ltx.core.ranks.backings import ALONE, Part, Ranks
 
 
-@dataclass(frozen=True)
-class NewGroup:
+class NewGroup(NamedTuple):
     """A process group of some ranks of the world; only these ranks open it, together with its axis."""
 
     ranks: list[int]  # ranks of the world, in the axis' order

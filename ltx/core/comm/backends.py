@@ -18,11 +18,10 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,8 +36,7 @@ from ltx.core.comm.transport import poll_until
 HOST_BLOCKING = {"gloo", "mpi", "ucc"}
 
 
-@dataclass(frozen=True)
-class Backends:
+class Backends(NamedTuple):
     """The backends of a process group, by the type of the device that a tensor is on."""
 
     host: str = "gloo"  # the backend for tensors on the host; gloo where the group has none whose waits block
