@@ -113,10 +113,9 @@ class Passes:
         self.call, sent = self._calls(), self._own.sent
         try:
             yield
-        except TracedValueError:
-            raise
         except BaseException as error:
-            self.leave(error, sent, _FORWARD)
+            if not isinstance(error, TracedValueError):
+                self.leave(error, sent, _FORWARD)
             raise
 
     def begin(self) -> None:
