@@ -128,13 +128,8 @@ class Work:
 
     def _order(self, work: dist.Work, group: StreamGroup) -> None:
         """Make the current stream wait for `work`. Raises if the work has failed: its buffer holds garbage then."""
-        try:
-            work.wait()
-        except RuntimeError as error:
-            self._channel.explain(error, self.number, self._label)
-            raise
-        if group.cut_off or group.failed:
-            self._channel.check_device(group, self.number, self._label)
+        self._ask(work.wait)
+        self._channel.check_device(group, self.number, self._label)
 
     def _block(self, work: dist.Work, began: float) -> None:
         ticks = 0
