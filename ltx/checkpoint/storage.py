@@ -151,19 +151,15 @@ def check_plain(what: str, tensor: torch.Tensor) -> None:
 def decode(described: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Any:
     """The structure from its pieces' tensors: the inverse of :func:`encode`."""
 
-    def walk(node: Any) -> Any:
-        if isinstance(node, list):
-            return [walk(child) for child in node]
-        if not isinstance(node, dict):
-            return node
+    def made(node: dict[str, Any]) -> Any:
         match node.get(_TAG):
             case "tensor":
                 return tensors[node["at"]]
             case "tuple":
-                return tuple(walk(child) for child in node["items"])
-        return {key: walk(child) for key, child in node.items()}
+                return tuple(node["items"])
+        return node
 
-    return walk(json.loads(bytes_of(values(described))))
+    return json.loads(bytes_of(values(described)), object_hook=made)  # the innermost dicts first
 
 
 def digest(pieces: Sequence[Piece], data: bool = True) -> str:
