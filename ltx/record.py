@@ -7,7 +7,6 @@ one structure in it. For a script that knows nothing of it: ``ltx run -n 4 -m lt
 
 from __future__ import annotations
 
-import hashlib
 import os
 import runpy
 import sys
@@ -33,7 +32,7 @@ from ltx.core.comm.operations import OPERATIONS
 from ltx.core.comm.peers import Peers
 from ltx.core.comm.signature import Seen
 from ltx.core.training.train_state import TrainState, random_states, set_random_states
-from ltx.core.transforms.compare import bytes_of, values
+from ltx.core.transforms.compare import digest, values
 from ltx.core.world.init import init
 from ltx.core.world.world import settings_of_world, world
 from ltx.errors import CheckpointError, InputError, RankMismatchError, ReplicaDivergedError, WorldError
@@ -222,18 +221,10 @@ def _key(axis: AxisComm) -> str:
 def _sent(
     operation: str, buffer: torch.Tensor, label: str, arguments: Any = (), *_: Any, note: Any = (), **__: Any
 ) -> list[str]:
-    """Of a call of :meth:`Channel.issue`: what is compared of it, its label, and a digest of the values, as fast as a
-    sum: it doesn't see 64-bit words change places that are a multiple of 1024 apart.
-    """
+    """Of a call of :meth:`Channel.issue`: what is compared of it, its label, and a digest of the values."""
     with private.below_modes(), torch.no_grad():
-        data = values(buffer.detach()).view(-1).view(torch.uint8)
-        whole = data.numel() & -8192
-        found = hashlib.blake2b(bytes_of(data[whole:]), digest_size=8)
-        if whole:
-            words = data[:whole] if data.storage_offset() % 8 == 0 else data[:whole].clone()
-            found.update(bytes_of(words.view(torch.int64).view(-1, 1024).sum(0)))
-    digest = " ".join([found.hexdigest(), *map(repr, note)])
-    return [f"{operation}{list(arguments) or ''} of {tree.describe(buffer)}", label, digest]
+        sent = " ".join([digest(values(buffer.detach())) or "empty", *map(repr, note)])
+    return [f"{operation}{list(arguments) or ''} of {tree.describe(buffer)}", label, sent]
 
 
 # --- replay ----------------------------------------------------------------------------------------------------------
