@@ -223,14 +223,15 @@ class Chain(LossyHook):
         flat = buffer.reshape(-1).to(hook.packing(dtype, inputs.axis_size).dtype)
         inner = replace(inputs, flat=flat, bucket=bucket, states=({},))
         if isinstance(hook, LossyHook):
+            given = flat.clone() if feedback else flat
             sent = yield from hook.send(inner, feedback=feedback)
-            return sent.total.to(dtype).view(shape), lambda: sent.own().to(dtype).view(shape)
+            return sent.total.to(dtype).view(shape), lambda: (given - sent.left()).to(dtype).view(shape)
         total, _ = yield from hook.reduce(inner)
         return total.to(dtype).view(shape), None
 
 
 def _send_all(hook: CommHook, inputs: BucketInput) -> Compression:
-    """Run an exact hook's `reduce` as a `send`: this rank's part is what it gave to the hook's only sum."""
+    """Run an exact hook's `reduce` as a `send`: it leaves what an inner hook leaves of the hook's only sum."""
     sums: list[tuple[CollectiveRequest, torch.Tensor]] = []
 
     def answer(request: CollectiveRequest) -> Any:
@@ -241,7 +242,7 @@ def _send_all(hook: CommHook, inputs: BucketInput) -> Compression:
 
     flat, states = yield from drive_within(hook.reduce(inputs), answer)
     request, given = sums[0]
-    return CompressionResult(flat, lambda: given if request.sent is None else request.sent(), states)
+    return CompressionResult(flat, lambda: given - (given if request.sent is None else request.sent()), states)
 
 
 @arguments.checked("hook")

@@ -50,7 +50,7 @@ class FromFunctions(LossyHook):
                 values, start = from_message(row, start, part.numel(), part.dtype)
                 found.append(values.reshape(part.shape))
             total = total + self._decompressed(tuple(found) if isinstance(given, tuple) else found[0], inputs.flat)
-        return CompressionResult(total, lambda: cast(Tensor, mine), inputs.states)
+        return CompressionResult(total, lambda: inputs.flat.sub_(cast(Tensor, mine)), inputs.states)
 
     def _compressed(self, flat: Tensor) -> tuple[Any, tuple[Tensor, ...]]:
         given = self.compress(flat)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, cast
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,13 +34,11 @@ RESIDUAL = "residual"
 
 
 class CompressionResult(NamedTuple):
-    """What a lossy hook has sent of a share, and what it got."""
+    """What a lossy hook got, and what it hasn't sent of a share."""
 
     total: Tensor  # the sum over ranks of what they sent
-    own: Callable[[], Tensor]  # returns this rank's part of `total`, in new memory
+    left: Callable[[], Tensor]  # the share less this rank's part of `total`, perhaps in the share's memory; called once
     states: Sequence[LeafState]  # the next states
-    # Returns what is left of the share, in the share's memory. If None, that is the share minus ``own()``.
-    remainder: Callable[[Tensor], Tensor] | None = None
     finite: bool = False  # whether what is left is known to be finite
 
 
@@ -79,21 +77,16 @@ class LossyHook(CommHook):
         return packing._replace(terms=_residual) if self.error_feedback else packing
 
     def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
-        """Send a part of the input, which isn't empty. `feedback`: whether the caller will call ``own()``."""
+        """Send a part of the input, which isn't empty. `feedback`: whether the caller will call ``left()``."""
         raise NotImplementedError(f"{type(self).__name__} must define send(inputs, *, feedback)")
-
-    def send_and_keep(self, inputs: BucketInput) -> Compression:
-        """As :meth:`send`, for a caller that wants what is left of the share: it calls `remainder` if there is one."""
-        return self.send(inputs, feedback=True)
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         if not inputs.flat.numel():
             return inputs.flat, inputs.states
+        sent = yield from self.send(inputs, feedback=self.error_feedback)
         if not self.error_feedback:
-            sent = yield from self.send(inputs, feedback=False)
             return sent.total, sent.states
-        sent = yield from self.send_and_keep(inputs)
-        left = inputs.flat.sub_(sent.own()) if sent.remainder is None else sent.remainder(inputs.flat)
+        left = sent.left()
         return sent.total, with_residuals(sent.states, left if sent.finite else finite(left), inputs.bucket)
 
 
@@ -163,54 +156,38 @@ class CompressedAllReduce(LossyHook):
         """The keys for the random numbers of the first and the second :meth:`encode`."""
         return None, None
 
-    def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
-        return self._sending(inputs, feedback, in_place=False)
-
-    def send_and_keep(self, inputs: BucketInput) -> Compression:
-        return self._sending(inputs, feedback=True, in_place=buffers.is_plain(inputs.flat))
-
-    def sum_of_rows(
-        self, rows: Tensor, key: Tensor | None, feedback: bool, in_place: bool
-    ) -> Generator[CollectiveRequest, Tensor, tuple[Tensor, Tensor | None]]:
-        """The first half: (the sum of what ranks sent of this rank's row, what this rank sent of `rows`). The latter is
-        None without `feedback`, and `in_place`: `rows` then hold the encoding error.
-        """
-        m, dtype = rows.shape[1], rows.dtype
-        outgoing = self.encode_and_keep(rows, key) if in_place else self.encode(rows, key)
+    def encoded(self, rows: Tensor, key: Tensor | None, feedback: bool) -> tuple[Tensor, Tensor]:
+        """(messages, with `feedback` what they leave out of `rows`, perhaps in the memory of `rows`)."""
+        if feedback and buffers.is_plain(rows):
+            return self.encode_and_keep(rows, key), rows
+        messages = self.encode(rows, key)
         # Decode before sending: the channel may overwrite the buffer.
-        mine = self.decode(outgoing, m, dtype) if feedback and not in_place else None
-        return self.decoded_sum((yield CollectiveRequest("all_to_all", outgoing)), m, dtype), mine
+        return messages, rows - self.decode(messages, rows.shape[1], rows.dtype) if feedback else rows
 
-    def _sending(self, inputs: BucketInput, feedback: bool, in_place: bool) -> Compression:
-        """As :meth:`send`. `in_place`: the input holds the encoding error afterwards, and ``own()`` isn't called."""
+    def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
         n, numel, dtype, rank = inputs.axis_size, inputs.flat.numel(), inputs.flat.dtype, inputs.rank
         m = -(-numel // (n * self.multiple())) * self.multiple()
         # the last row that isn't all padding, and its count of numbers without padding
         last, own_of_last = (numel - 1) // m, (numel - 1) % m + 1
         rows = self.filled(inputs.flat, n * m, m).view(n, m)
         first, second = self.keys(inputs)
-        encode = self.encode_and_keep if in_place else self.encode
-        part, mine = yield from self.sum_of_rows(rows, first, feedback, in_place)
+        messages, unsent = self.encoded(rows, first, feedback)
+        part = self.decoded_sum((yield CollectiveRequest("all_to_all", messages)), m, dtype)
         if own_of_last < m and not self._fills_with_zeros:  # the sum of paddings isn't the padding of the sum
             if not isinstance(rank, int):
                 part = torch.where(rank == last, self.filled(part[:own_of_last], m, m), part)
             elif rank == last:
                 part = self.filled(part[:own_of_last], m, m)
-        message = encode(part[None], second)
-        rest = part - self.decode(message, m, dtype)[0] if mine is not None else part
+        message, rest = self.encoded(part[None], second, feedback)
         total = self.decode((yield CollectiveRequest("all_gather", message[0])), m, dtype).view(-1)
 
-        def with_rest(rows: Tensor, rest: Tensor) -> Tensor:
-            if isinstance(rank, int):
-                rows[rank] += rest
-            else:
-                rows = rows + (torch.arange(n, device=rest.device) == rank)[:, None] * rest
-            return rows.view(-1)[:numel]
+        def left() -> Tensor:
+            if not isinstance(rank, int):
+                return (unsent + (torch.arange(n, device=rest.device) == rank)[:, None] * rest).view(-1)[:numel]
+            unsent[rank] += rest[0]
+            return unsent.view(-1)[:numel]
 
-        def remainder(corrected: Tensor) -> Tensor:
-            return with_rest(rows if mine is None else rows - mine, rest)
-
-        return CompressionResult(total[:numel], lambda: with_rest(cast(Tensor, mine), -rest), inputs.states, remainder)
+        return CompressionResult(total[:numel], left, inputs.states)
 
     @property
     def _fills_with_zeros(self) -> bool:

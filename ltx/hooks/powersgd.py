@@ -133,20 +133,20 @@ class PowerSGD(PowerHook):
         firsts = multiply_all(matrices, [start.mT for start in starts])
         request = CollectiveRequest("psum", _joined([*firsts, *(parts[m] for m in whole)]))
         *firsts, whole_sums = _cut((yield request), firsts)
-        for left in reversed(range(self.iterations if thin else 1)):
+        for further in reversed(range(self.iterations if thin else 1)):
             firsts = orthonormal_all(firsts)
             seconds = multiply_all(firsts, matrices)
             if thin:
                 *seconds, _ = _cut((yield CollectiveRequest("psum", _joined(seconds))), seconds)
             norms = row_norms(seconds)
             regular = buffers.is_plain(inputs.flat) and (not norms or bool(_regular(torch.cat(norms)).all()))
-            if left or self.warm_start:
+            if further or self.warm_start:
                 # A row that is zero or not finite keeps the last start, or all further iterations would stay there.
                 starts = [
                     second / norm if regular else torch.where(_regular(norm), second / norm, start)
                     for second, norm, start in zip(seconds, norms, starts, strict=True)
                 ]
-            if left:
+            if further:
                 firsts = multiply_all(matrices, [start.mT for start in starts])
                 *firsts, _ = _cut((yield CollectiveRequest("psum", _joined(firsts))), firsts)
         states = [dict(state) for state in inputs.states]
@@ -158,19 +158,19 @@ class PowerSGD(PowerHook):
         early = feedback and buffers.is_plain(inputs.flat)  # 1/n of the total on each of n ranks adds up to the total
         total = _assembled(parts, products, sums, 1 / n if early else None)
 
-        def remainder(corrected: Tensor) -> Tensor:
+        def left() -> Tensor:
             if not early:
-                corrected.sub_(total, alpha=1 / n)
+                inputs.flat.sub_(total, alpha=1 / n)
             # an inner hook has done the sums, so uncompressed parameters have a residual too
             if request.sent is not None:
                 sent = _cut(request.sent(), firsts)[-1].split([parts[m].numel() for m in whole])
-                unsent = buffers.unpack(corrected, inputs.bucket, cast=False)
+                unsent = buffers.unpack(inputs.flat, inputs.bucket, cast=False)
                 for m, mine in zip(whole, sent, strict=True):
                     unsent[m].view(-1).add_(sums[m], alpha=1 / n).sub_(mine)
-            return corrected
+            return inputs.flat
 
         # NaN or inf in a matrix makes its whole second product NaN, so `regular` has found them.
-        return CompressionResult(total, lambda: total / n, states, remainder, finite=regular and request.sent is None)
+        return CompressionResult(total, left, states, finite=regular and request.sent is None)
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class BatchedPowerSGD(PowerHook):
         second = yield CollectiveRequest("psum", first @ matrix)
         total = _joined([first.mT @ second, rest])
         finite = buffers.is_plain(second) and bool(_joined([second, rest]).isfinite().all())  # as in PowerSGD.send
-        return CompressionResult(total, lambda: total / n, inputs.states, lambda x: x.sub_(total, alpha=1 / n), finite)
+        return CompressionResult(total, lambda: inputs.flat.sub_(total, alpha=1 / n), inputs.states, finite)
 
 
 def _thin(shape: torch.Size, rank: int, rate: float) -> tuple[int, int, int] | None:

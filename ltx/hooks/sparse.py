@@ -143,7 +143,7 @@ class RandomK(SparseHook):
         def spread(values: torch.Tensor) -> torch.Tensor:
             return values.new_zeros(numel).scatter(0, places, values)
 
-        def own() -> torch.Tensor:
-            return spread(given if request.sent is None else request.sent())
+        def left() -> torch.Tensor:
+            return flat.sub_(spread(given if request.sent is None else request.sent()))
 
-        return CompressionResult(spread(total), own, inputs.states)
+        return CompressionResult(spread(total), left, inputs.states)

@@ -31,7 +31,7 @@ from torch.nn.functional import pad
 
 from ltx import extend
 from ltx.errors import StrategyError
-from ltx.extend import Axis, Bucket, LeafState, Optimizer, Packing, Update, around, buffers, exchange, needs, tree
+from ltx.extend import Axis, Bucket, LeafState, Optimizer, Packing, Update, around, exchange, needs, tree
 from ltx.hooks import AllReduce, BucketInput, CollectiveRequest, CommHook, Reduction
 from ltx.hooks.combined import After, in_half
 from ltx.hooks.half import HalfHook
@@ -294,14 +294,13 @@ class CodedPart(CommHook):
         if not inputs.flat.numel():
             return inputs.flat, inputs.states
         codec, rows = self.codec, _side_by_side(inputs)
-        m, keep = rows.shape[1], codec.error_feedback
-        rows = torch.stack([_in_blocks(codec, row) for row in rows])
-        mine, sent = yield from codec.sum_of_rows(rows, codec.keys(inputs)[0], keep, keep and buffers.is_plain(rows))
-        flat, states = _placed(mine[:m], inputs), inputs.states
-        if keep:
-            left = _in_order(rows if sent is None else rows - sent, inputs)
-            states = with_residuals(states, finite(left), inputs.bucket)
-        return flat, states
+        m, rows = rows.shape[1], torch.stack([_in_blocks(codec, row) for row in rows])
+        messages, left = codec.encoded(rows, codec.keys(inputs)[0], codec.error_feedback)
+        mine = codec.decoded_sum((yield CollectiveRequest("all_to_all", messages)), rows.shape[1], rows.dtype)
+        states = inputs.states
+        if codec.error_feedback:
+            states = with_residuals(states, finite(_in_order(left, inputs)), inputs.bucket)
+        return _placed(mine[:m], inputs), states
 
 
 in_half.register(CodedPart, lambda hook, dtype: in_half(hook.codec, dtype))

@@ -76,7 +76,7 @@ MUTANTS = (
     ),
     Mutant(
         "hooks: the second encoding's error is lost -> what the sum loses when it is encoded is nobody's to feed back",
-        At("CompressedAllReduce._sending.with_rest", "rows[rank] += rest", "pass"),
+        At("CompressedAllReduce.send.left", "unsent[rank] += rest[0]", "pass"),
         ("tests/internal/hooks/test_plain.py", "tests/contract/hooks/test_conformance.py"),
     ),
     Mutant(
