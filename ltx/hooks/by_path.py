@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain
 
 import torch
@@ -46,12 +45,13 @@ class Partition(Several):
         )
 
     def each(self, paths: Sequence[str], *, part: bool = False) -> list[CommHook]:
-        found: list[CommHook] = [self] * len(paths)
-        for hook, places in zip(self.members, _places(self.patterns, tuple(paths), part), strict=True):
-            own = hook.each([paths[place] for place in places], part=part)
-            for place, one in zip(places, own or [hook] * len(places), strict=True):
-                found[place] = one
-        return found
+        others, rest = None if part else (), 'a hook: {..., "*": hooks.AllReduce()}'
+        of = tree.first_fitting(self.patterns, tuple(paths), StrategyError, "hooks.partition: ", rest, others)
+        found: dict[str, CommHook] = {}
+        for pattern, hook in zip(self.patterns, self.members, strict=True):
+            own = [path for path in paths if of[path] == pattern]
+            found.update(zip(own, hook.each(own, part=part) or [hook] * len(own), strict=True))
+        return [found[path] for path in paths]
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
         (hook,) = self.each([path], part=True)
@@ -71,24 +71,6 @@ class Partition(Several):
 
     def __repr__(self) -> str:
         return f"partition({dict(zip(self.patterns, self.members, strict=True))!r})"
-
-
-@lru_cache(maxsize=64)
-def _places(patterns: tuple[str, ...], paths: tuple[str, ...], part: bool) -> list[list[int]]:
-    """For each pattern, the places of the `paths` that it matches and no earlier pattern does."""
-    left, found = dict.fromkeys(range(len(paths))), []
-    for pattern in patterns:
-        fitting = tree.wanted(pattern, paths, StrategyError, "hooks.partition: ", None if part else ())
-        found.append([place for place in left if paths[place] in fitting])
-        for place in found[-1]:
-            del left[place]
-    if left:
-        missing = [paths[place] for place in left]
-        raise StrategyError(
-            f"hooks.partition: no pattern fits {', '.join(missing[:6])}{', ...' * (len(missing) > 6)}. Give the "
-            'rest a hook: {..., "*": hooks.AllReduce()}.'
-        )
-    return found
 
 
 def partition(hooks: Mapping[str, CommHook]) -> Partition:

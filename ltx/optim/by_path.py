@@ -125,16 +125,9 @@ def _places_of(partition: Partition, paths: tuple[str, ...], with_none: tuple[st
     """For each label, the indices of its `paths`. `with_none` are these and the paths of None (frozen parameters)."""
     known = [label for label, _ in partition.members]
     if isinstance(partition.labels, tuple):
-        found: dict[str, Any] = {}
-        for pattern, label in partition.labels:
-            for path in tree.wanted(pattern, paths, OptimError, "partition: labels: ", with_none):
-                found.setdefault(path, label)
-        if missing := [path for path in paths if path not in found]:
-            raise OptimError(
-                f"partition: no pattern of labels fits {', '.join(missing[:6])}{', ...' if len(missing) > 6 else ''}. "
-                'Give the rest a label, {..., "*": "the rest"}, or a group, {"params": "*"}.'
-            )
-        labels = [found[path] for path in paths]
+        of, rest = dict(partition.labels), 'a label, {..., "*": "the rest"}, or a group, {"params": "*"}'
+        found = tree.first_fitting(tuple(of), paths, OptimError, "partition: labels: ", rest, with_none)
+        labels = [of[found[path]] for path in paths]
     else:
         labels = [partition.labels(path) for path in paths]
     for path, label in zip(paths, labels, strict=True):

@@ -180,6 +180,23 @@ def wanted(
     return found
 
 
+@functools.lru_cache(maxsize=64)
+def first_fitting(
+    patterns: tuple[str, ...], paths: tuple[str, ...], error: Kind, what: str, rest: str, others: Sequence[str] | None
+) -> dict[str, str]:
+    """By path, the first of `patterns` that fits it, as in :func:`wanted`. If there is none, the error asks to give the
+    `rest` something.
+    """
+    found: dict[str, str] = {}
+    for pattern in patterns:
+        for path in wanted(pattern, paths, error, what, others):
+            found.setdefault(path, pattern)
+    if missing := [path for path in paths if path not in found]:
+        which = f"{', '.join(missing[:6])}{', ...' * (len(missing) > 6)}"
+        raise error(f"{what}no pattern fits {which}. Give the rest {rest}.")
+    return found
+
+
 def insertion_order(tree: Tree) -> list[int]:
     """The indices of the leaves (in :func:`flatten`'s order), sorted by insertion into the dicts: about that of the
     forward pass for ``named_parameters()``, in whose reverse gradients arrive.

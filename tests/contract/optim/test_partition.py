@@ -102,7 +102,7 @@ def test_it_works_leaf_by_leaf_if_all_do() -> None:
 @pytest.mark.parametrize(
     ("optimizers", "labels", "text"),
     [
-        ({"0": sgd}, {"a": "0"}, "no pattern of labels fits b"),
+        ({"0": sgd}, {"a": "0"}, "labels: no pattern fits b"),
         ({"0": sgd}, {"c*": "0", "*": "0"}, "labels: 'c*' fits no parameter. Their paths: a, b."),
         ({"0": sgd}, {"a": "1", "*": "0"}, "the label of 'a' is '1', and there are optimizers for ['0']"),
         ({"0": sgd}, lambda path: None, "the label of 'a' is None"),
@@ -329,7 +329,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"head.*": {}}, "'head.*' fits no parameter. Their paths: a, b."),
     ({"a": {"wd": 0.0}}, "from_torch(AdamW): no argument wd; allowed are lr"),
     ({"a": {"start_step": -1}}, "from_torch: start_step must be"),
-    ([{"params": ["a"]}], 'no pattern of labels fits b. Give the rest a label, {..., "*": "the rest"}, or a group'),
+    ([{"params": ["a"]}], 'labels: no pattern fits b. Give the rest a label, {..., "*": "the rest"}, or a group'),
     ([{"params": ["c"]}, {"params": "*"}], "'c' fits no parameter"),
     ([{"params": ["a", "b"]}, {"params": ["a"]}], "from_torch(AdamW): 'a' is in group 0 and in group 1"),
     ([{"params": NET.parameters()}], 'Write {"params": [name for name, p in model.named_parameters() if ...], ...}'),
