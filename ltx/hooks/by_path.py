@@ -9,8 +9,8 @@ from itertools import chain
 import torch
 
 from ltx.errors import StrategyError
-from ltx.extend import Axis, CommHook, HookOffers, LeafState, Packing, brief, needs, tree
-from ltx.hooks.combined import Several, furthest
+from ltx.extend import Axis, CommHook, LeafState, Packing, brief, needs, tree
+from ltx.hooks.combined import Several
 
 
 @dataclass(frozen=True, repr=False)
@@ -26,23 +26,6 @@ class Partition(Several):
 
     def of(self, make: Callable[[CommHook], CommHook]) -> Partition:
         return Partition(self.patterns, tuple(map(make, self.hooks)))
-
-    @property
-    def offers(self) -> HookOffers:
-        each = [hook.offers for hook in self.members]
-        ends = [one.constant_after for one in each if one.constant_after is not None]
-
-        def phases(axis_size: int) -> int:
-            return max(one.phases(axis_size) if callable(one.phases) else one.phases for one in each)
-
-        return HookOffers(
-            **{name: all(getattr(one, name) for one in each) for name in ("exact", "alike", "sums")},
-            reach=furthest(self.members),
-            state_names=super().state_names,
-            reads_step=any(one.reads_step for one in each),
-            constant_after=max(ends) if len(ends) == len(each) else None,
-            phases=phases,
-        )
 
     def each(self, paths: Sequence[str], *, part: bool = False) -> list[CommHook]:
         others, rest = None if part else (), 'a hook: {..., "*": hooks.AllReduce()}'

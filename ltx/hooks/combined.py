@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from ltx import extend
 from ltx.errors import StrategyError
-from ltx.extend import Bucket, LeafState, Packing, PostUpdateHook, arguments, around, brief, drive_within, needs, tree
+from ltx.extend import Bucket, LeafState, Packing, arguments, around, brief, drive_within, needs, tree
 from ltx.hooks import BucketInput, CollectiveRequest, CommHook
 from ltx.hooks.half import BF16, FP16
 from ltx.hooks.lossy import Compression, CompressionResult, LossyHook
@@ -37,12 +38,21 @@ class Several(CommHook):
         raise NotImplementedError
 
     @property
-    def state_names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for hook in self.members for name in hook.state_names))
+    def offers(self) -> extend.HookOffers:
+        each = [hook.offers for hook in self.members]
+        ends = [one.constant_after for one in each if one.constant_after is not None]
 
-    @property
-    def alike(self) -> bool:
-        return all(hook.alike for hook in self.members)
+        def phases(axis_size: int) -> int:
+            return max(one.phases(axis_size) if callable(one.phases) else one.phases for one in each)
+
+        return extend.HookOffers(
+            **{name: all(getattr(one, name) for one in each) for name in ("exact", "alike", "sums")},
+            reach=furthest(self.members),
+            state_names=tuple(dict.fromkeys(name for one in each for name in one.state_names)),
+            reads_step=any(one.reads_step for one in each),
+            constant_after=max(ends) if len(ends) == len(each) else None,
+            phases=phases,
+        )
 
     def each(self, paths: Sequence[str], *, part: bool = False) -> Sequence[CommHook] | None:
         return None if all(hook.each(paths, part=part) is None for hook in self.members) else [self] * len(paths)
@@ -303,5 +313,5 @@ def in_half(hook: CommHook, dtype: torch.dtype) -> CommHook:
 
 
 in_half.register(Noop, lambda hook, dtype: hook)
-in_half.register(PostUpdateHook, lambda hook, dtype: hook)  # Precision.reduce is for gradients
+in_half.register(extend.PostUpdateHook, lambda hook, dtype: hook)  # Precision.reduce is for gradients
 in_half.register(Several, lambda hook, dtype: hook.of(lambda member: cast(member, dtype)))
