@@ -269,8 +269,6 @@ class MeanPart(CommHook):
         return Packing(narrow, 1.0 / axis_size, 1.0 / axis_size)
 
     def reduce(self, inputs: BucketInput) -> Reduction:
-        if not inputs.flat.numel():
-            return inputs.flat, inputs.states
         return _placed((yield CollectiveRequest("psum_scatter", _side_by_side(inputs))), inputs), inputs.states
 
 
@@ -365,16 +363,11 @@ class PartUpdated(MeanPart, extend.PostUpdateHook):
         n, sizes, update = inputs.axis_size, inputs.bucket.sizes, inputs.update
         assert update is not None
         widths = [width(size, n) for size in sizes]
-        if not inputs.flat.numel():
-            update([inputs.flat.to(inputs.bucket.dtype)] * len(sizes))
-            return inputs.flat, ()
         mine = yield CollectiveRequest("psum_scatter", _side_by_side(inputs))
         given = update(mine.to(inputs.bucket.dtype).split(widths))
         return (yield CollectiveRequest("all_gather", torch.cat(given) if len(given) > 1 else given[0])), ()
 
     def finish_bucket(self, bucket: Bucket, reduced: extend.Reduced, old: extend.Old) -> extend.PostUpdateResult:
-        if not bucket.numel:
-            return extend.PostUpdateResult(old.params, old.states)
         blocks = reduced[0].split([width(x.numel(), old.axis_size) for x in old.params], 1)
         if old.may_overwrite:
             return extend.PostUpdateResult(old.params, old.states, partial(_joined, blocks, old.params))

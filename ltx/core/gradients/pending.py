@@ -21,6 +21,7 @@ from ltx.core.base.errors import LtxError, StepError, StrategyError, Unsupported
 from ltx.core.base.needs import require
 from ltx.core.base.private import Tensors, graph_task, no_grad, run_backward
 from ltx.core.comm.backends import CommStream
+from ltx.core.comm.operations import OPERATIONS
 from ltx.core.gradients import reduction
 from ltx.core.gradients.buffers import pack, unpack
 from ltx.core.gradients.comm_hook import CommHook, phases_on, reduce_at_once
@@ -153,7 +154,7 @@ class Pending:
                 channel = self._channel_of(axis_comm, program.phase)
                 if not request.buffer.numel():  # nothing to send; every rank has the same shapes
                     program.phase += 1
-                    result = request.buffer
+                    result = OPERATIONS[request.operation].new_result(request.buffer, axis_comm.size)
                     continue
                 what, summary = f"{self._what} {place}", self.summary
                 note = () if summary is None or not summary.numbers else summary.carried_by(channel)

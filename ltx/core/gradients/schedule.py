@@ -178,7 +178,7 @@ class GraphSchedule(_FencedSchedule):
         request.check(size)
         group = axis.comm.first_phase.group_for(buffer.device).group_name
         if not buffer.numel():  # nothing to send; every rank has the same shapes
-            return lambda: buffer
+            return lambda: OPERATIONS[request.operation].new_result(buffer, size)
         started, wait = OPERATIONS[request.operation].begin_in_graph(buffer, size, group, request.arguments)
         mark_started([started])
         return partial(wait, started)
