@@ -18,14 +18,10 @@ class Partition(Several):
     """Hooks with the patterns of the paths they are for; made by :func:`partition`."""
 
     patterns: tuple[str, ...]
-    hooks: tuple[CommHook, ...]
-
-    @property
-    def members(self) -> tuple[CommHook, ...]:
-        return self.hooks
+    members: tuple[CommHook, ...]
 
     def of(self, make: Callable[[CommHook], CommHook]) -> Partition:
-        return Partition(self.patterns, tuple(map(make, self.hooks)))
+        return Partition(self.patterns, tuple(map(make, self.members)))
 
     def each(self, paths: Sequence[str], *, part: bool = False) -> list[CommHook]:
         others, rest = None if part else (), 'a hook: {..., "*": hooks.AllReduce()}'

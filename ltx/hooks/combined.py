@@ -25,13 +25,10 @@ def furthest(hooks: Sequence[CommHook]) -> str:
     return str(max((hook.reach for hook in hooks), key=("element", "bucket", "parameter").index))
 
 
-@dataclass(frozen=True)
 class Several(CommHook):
-    """The base of hooks made of several hooks, one of which reduces a bucket."""
+    """The base of hooks made of several hooks, `members`, one of which reduces a bucket."""
 
-    @property
-    def members(self) -> tuple[CommHook, ...]:
-        raise NotImplementedError
+    members: Any  # a field or a property, tuple[CommHook, ...]
 
     def of(self, make: Callable[[CommHook], CommHook]) -> CommHook:
         """A copy of this hook in which each member is replaced by ``make(member)``."""
@@ -39,7 +36,7 @@ class Several(CommHook):
 
     @property
     def offers(self) -> extend.HookOffers:
-        each = [hook.offers for hook in self.members]
+        each: list[extend.HookOffers] = [hook.offers for hook in self.members]
         ends = [one.constant_after for one in each if one.constant_after is not None]
 
         def phases(axis_size: int) -> int:

@@ -181,9 +181,8 @@ class WithinNode(CommHook):
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         assert inputs.axis is not None
-        if inputs.axis_size == 1:
-            return (yield from EXACT.reduce(inputs))
-        return (yield CollectiveRequest("psum", inputs.flat, axis=inner(inputs.axis, self.ranks))), inputs.states
+        (mates,) = self.axes(inputs.axis)
+        return (yield CollectiveRequest("psum", inputs.flat, axis=mates)), inputs.states
 
 
 in_half.register(WithinNode, lambda hook, dtype: replace(hook, dtype=dtype))

@@ -162,7 +162,9 @@ def test_a_part_of_them_is_exchanged(ranks: Ranks) -> None:
         strategy = ltx.DiLoCoStrategy(2, outer_hook=hook, fragments=2)
         return trained(loss, sgd(0.1), start(), [torch.tensor(0.3 + int(ltx.axis_index()))] * 2, strategy).params
 
-    (found, *_), (exact, *_), (rounded, *_) = (ranks(2).run(run, h) for h in (outer, outer.hooks[1], outer.hooks[0]))
+    (found, *_), (exact, *_), (rounded, *_) = (
+        ranks(2).run(run, h) for h in (outer, outer.members[1], outer.members[0])
+    )
     assert all(torch.equal(found[name], (rounded if name == "embed" else exact)[name]) for name in SHAPES)
 
 
