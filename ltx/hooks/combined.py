@@ -209,20 +209,20 @@ class Chain(LossyHook):
         self.inner.packing(packing.dtype, axis_size)  # raises for gradients that the inner hook doesn't take
         return packing
 
-    def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
+    def send(self, inputs: BucketInput) -> Compression:
         hook = self.hook
-        sending = hook.send(inputs, feedback=feedback) if isinstance(hook, LossyHook) else _send_all(hook, inputs)
+        sending = hook.send(inputs) if isinstance(hook, LossyHook) else _send_all(hook, inputs)
 
         def answer(request: CollectiveRequest) -> Any:
             if request.operation != "psum" or not request.buffer.is_floating_point():
                 return (yield request)
-            total, request.sent = yield from self._sum(request.buffer, inputs, feedback)
+            total, request.sent = yield from self._sum(request.buffer, inputs)
             return total
 
         sent: CompressionResult = yield from drive_within(sending, answer)
         return sent
 
-    def _sum(self, buffer: torch.Tensor, inputs: BucketInput, feedback: bool) -> Any:
+    def _sum(self, buffer: torch.Tensor, inputs: BucketInput) -> Any:
         """(the sum of `buffer` by the inner hook, a function that returns this rank's part of the sum)."""
         shape, dtype = buffer.shape, buffer.dtype
         bucket = Bucket.of(inputs.bucket.index, [buffer])
@@ -230,8 +230,8 @@ class Chain(LossyHook):
         flat = buffer.reshape(-1).to(hook.packing(dtype, inputs.axis_size).dtype)
         inner = replace(inputs, flat=flat, bucket=bucket, states=({},))
         if isinstance(hook, LossyHook):
-            given = flat.clone() if feedback else flat
-            sent = yield from hook.send(inner, feedback=feedback)
+            given = flat.clone() if self.error_feedback else flat
+            sent = yield from hook.send(inner)
             return sent.total.to(dtype).view(shape), lambda: (given - sent.left()).to(dtype).view(shape)
         total, _ = yield from hook.reduce(inner)
         return total.to(dtype).view(shape), None

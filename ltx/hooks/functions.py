@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ class FromFunctions(LossyHook):
     decompress: Decompress
     error_feedback: bool = field(default=False, kw_only=True)
 
-    def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
+    def send(self, inputs: BucketInput) -> Compression:
         given, parts = self._compressed(inputs.flat)
         if not recording():
             flat, got = inputs.flat, [(p.shape, p.dtype) for p in parts]
@@ -40,7 +40,8 @@ class FromFunctions(LossyHook):
                     f"{self!r}: shapes and dtypes of what compress returns must follow from the length and dtype of "
                     f"its argument. For {tree.describe(inputs.flat)} it gave {gave}, and for as many zeros {said}."
                 )
-        mine = self._decompressed(given, inputs.flat) if feedback else None  # now: the channel may overwrite it
+        # Now, as the channel may overwrite it.
+        mine = self._decompressed(given, inputs.flat) if self.error_feedback else inputs.flat
         message = torch.cat([to_message(part.reshape(1, -1)) for part in parts], 1)[0]
         messages = yield CollectiveRequest("all_gather", message)
         total = torch.zeros_like(inputs.flat)
@@ -50,7 +51,7 @@ class FromFunctions(LossyHook):
                 values, start = from_message(row, start, part.numel(), part.dtype)
                 found.append(values.reshape(part.shape))
             total = total + self._decompressed(tuple(found) if isinstance(given, tuple) else found[0], inputs.flat)
-        return CompressionResult(total, lambda: inputs.flat.sub_(cast(Tensor, mine)), inputs.states)
+        return CompressionResult(total, lambda: inputs.flat.sub_(mine), inputs.states)
 
     def _compressed(self, flat: Tensor) -> tuple[Any, tuple[Tensor, ...]]:
         given = self.compress(flat)

@@ -44,12 +44,11 @@ class HalfHook(CompressedAllReduce):
             return super().packing(dtype, axis_size)
         return Packing(self.short if dtype in _WIDE else dtype, 1.0 / axis_size, 1.0 / axis_size)
 
-    def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
-        dtype = inputs.flat.dtype
-        if feedback:
-            return (yield from super().send(inputs, feedback=True))
-        total = yield CollectiveRequest("psum", inputs.flat.to(self.short) if dtype in _WIDE else inputs.flat)
-        return CompressionResult(total.to(dtype), lambda: inputs.flat, inputs.states)
+    def send(self, inputs: BucketInput) -> Compression:
+        if self.error_feedback:
+            return (yield from super().send(inputs))
+        total = yield CollectiveRequest("psum", inputs.flat)
+        return CompressionResult(total, lambda: inputs.flat, inputs.states)
 
 
 @dataclass(frozen=True)

@@ -76,14 +76,14 @@ class LossyHook(CommHook):
         packing = Packing(torch.float32 if dtype.itemsize < 4 else dtype, 1.0 / axis_size, 1.0 / axis_size)
         return packing._replace(terms=_residual) if self.error_feedback else packing
 
-    def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
-        """Send a part of the input, which isn't empty. `feedback`: whether the caller will call ``left()``."""
-        raise NotImplementedError(f"{type(self).__name__} must define send(inputs, *, feedback)")
+    def send(self, inputs: BucketInput) -> Compression:
+        """Send a part of the input, which isn't empty. With error feedback the caller will call ``left()``."""
+        raise NotImplementedError(f"{type(self).__name__} must define send(inputs)")
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         if not inputs.flat.numel():
             return inputs.flat, inputs.states
-        sent = yield from self.send(inputs, feedback=self.error_feedback)
+        sent = yield from self.send(inputs)
         if not self.error_feedback:
             return sent.total, sent.states
         left = sent.left()
@@ -156,29 +156,29 @@ class CompressedAllReduce(LossyHook):
         """The keys for the random numbers of the first and the second :meth:`encode`."""
         return None, None
 
-    def encoded(self, rows: Tensor, key: Tensor | None, feedback: bool) -> tuple[Tensor, Tensor]:
-        """(messages, with `feedback` what they leave out of `rows`, perhaps in the memory of `rows`)."""
-        if feedback and buffers.is_plain(rows):
+    def encoded(self, rows: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(messages, with error feedback what they leave out of `rows`, perhaps in the memory of `rows`)."""
+        if self.error_feedback and buffers.is_plain(rows):
             return self.encode_and_keep(rows, key), rows
         messages = self.encode(rows, key)
         # Decode before sending: the channel may overwrite the buffer.
-        return messages, rows - self.decode(messages, rows.shape[1], rows.dtype) if feedback else rows
+        return messages, rows - self.decode(messages, rows.shape[1], rows.dtype) if self.error_feedback else rows
 
-    def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
+    def send(self, inputs: BucketInput) -> Compression:
         n, numel, dtype, rank = inputs.axis_size, inputs.flat.numel(), inputs.flat.dtype, inputs.rank
         m = -(-numel // (n * self.multiple())) * self.multiple()
         # the last row that isn't all padding, and its count of numbers without padding
         last, own_of_last = (numel - 1) // m, (numel - 1) % m + 1
         rows = self.filled(inputs.flat, n * m, m).view(n, m)
         first, second = self.keys(inputs)
-        messages, unsent = self.encoded(rows, first, feedback)
+        messages, unsent = self.encoded(rows, first)
         part = self.decoded_sum((yield CollectiveRequest("all_to_all", messages)), m, dtype)
         if own_of_last < m and not self._fills_with_zeros:  # the sum of paddings isn't the padding of the sum
             if not isinstance(rank, int):
                 part = torch.where(rank == last, self.filled(part[:own_of_last], m, m), part)
             elif rank == last:
                 part = self.filled(part[:own_of_last], m, m)
-        message, rest = self.encoded(part[None], second, feedback)
+        message, rest = self.encoded(part[None], second)
         total = self.decode((yield CollectiveRequest("all_gather", message[0])), m, dtype).view(-1)
 
         def left() -> Tensor:

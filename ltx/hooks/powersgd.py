@@ -124,7 +124,7 @@ class PowerSGD(PowerHook):
     def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
         return super().packing(dtype, axis_size)._replace(bucket_factor=4)  # one matrix of a bucket gets worse by it
 
-    def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
+    def send(self, inputs: BucketInput) -> Compression:
         thin, whole = _layout(inputs.bucket, self.rank, self.min_compression_rate)
         parts, n = inputs.flat.split(inputs.bucket.sizes), inputs.axis_size
         matrices = [parts[m].view(rows, columns) for m, rows, columns, _ in thin]
@@ -155,7 +155,8 @@ class PowerSGD(PowerHook):
                 states[m][Q] = start
         products = {m: pair for (m, *_), pair in zip(thin, zip(firsts, seconds, strict=True), strict=True)}
         sums = dict(zip(whole, whole_sums.split([parts[m].numel() for m in whole]), strict=True))
-        early = feedback and buffers.is_plain(inputs.flat)  # 1/n of the total on each of n ranks adds up to the total
+        # 1/n of the total on each of n ranks adds up to the total.
+        early = self.error_feedback and buffers.is_plain(inputs.flat)
         total = _assembled(parts, products, sums, 1 / n if early else None)
 
         def left() -> Tensor:
@@ -195,7 +196,7 @@ class BatchedPowerSGD(PowerHook):
 
     warm_start: bool = field(default=False, init=False, repr=False)
 
-    def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
+    def send(self, inputs: BucketInput) -> Compression:
         numel, n = inputs.flat.numel(), inputs.axis_size
         side = isqrt(numel)
         matrix = inputs.flat[: numel // side * side].view(1, -1, side)

@@ -123,7 +123,7 @@ class RandomK(SparseHook):
 
     seed: int = 0
 
-    def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
+    def send(self, inputs: BucketInput) -> Compression:
         flat, numel = inputs.flat, inputs.flat.numel()
         count = self._count(numel)
         edges = torch.arange(count + 1, device=flat.device) * numel // count
@@ -137,7 +137,7 @@ class RandomK(SparseHook):
         if not self.error_feedback:
             values = values * lengths
         request = CollectiveRequest("psum", values)
-        given = values.clone() if feedback else values
+        given = values.clone() if self.error_feedback else values
         total = yield request
 
         def spread(values: torch.Tensor) -> torch.Tensor:

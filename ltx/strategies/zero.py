@@ -293,7 +293,7 @@ class CodedPart(CommHook):
             return inputs.flat, inputs.states
         codec, rows = self.codec, _side_by_side(inputs)
         m, rows = rows.shape[1], torch.stack([_in_blocks(codec, row) for row in rows])
-        messages, left = codec.encoded(rows, codec.keys(inputs)[0], codec.error_feedback)
+        messages, left = codec.encoded(rows, codec.keys(inputs)[0])
         mine = codec.decoded_sum((yield CollectiveRequest("all_to_all", messages)), rows.shape[1], rows.dtype)
         states = inputs.states
         if codec.error_feedback:
