@@ -45,6 +45,7 @@ from typing import Any
 from weakref import finalize
 
 import torch
+from torch import Tensor
 
 from ltx.core.base import kernel, private
 from ltx.core.base.errors import message_of
@@ -121,7 +122,7 @@ class SharedMemoryTransport:
         self._sums = [memoryview(segment).cast("d") for segment in segments]
         self._bytes = [torch.frombuffer(segment, dtype=torch.uint8, offset=COUNTERS_BYTES) for segment in segments]
         self._base = self._bytes[rank].data_ptr()
-        self._views: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}  # of all ranks' slots, as they recur
+        self._views: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}  # of all ranks' slots, as they recur
         #: Where the part of the room begins that was never used, and the parts that are used no more, by their size.
         self._untouched, self._unused = ROOM, defaultdict[int, list[int]](list)
         self._begun = 0
@@ -136,14 +137,8 @@ class SharedMemoryTransport:
         self._overwritten = -1  # the place of the chunk whose reduction has begun
 
     def begin(
-        self,
-        operation: str,
-        buffer: torch.Tensor,
-        arguments: tuple[int, ...],
-        tag: int,
-        summed: bool = False,
-        note: Sequence[float] = (),
-    ) -> tuple[TransportWork, torch.Tensor]:
+        self, operation: str, buffer: Tensor, arguments: tuple[int, ...], tag: int, summed: bool, note: Sequence[float]
+    ) -> tuple[TransportWork, Tensor]:
         """Start `operation` on a contiguous `buffer`; return its work and the memory of the result. Never blocks.
 
         `note`: nothing, or NOTE_WORDS numbers. After an exception, but an interrupt, the transport has failed.
@@ -235,7 +230,7 @@ class SharedMemoryTransport:
         self._counters[self.rank][counter] = entry.place + 1
         self._through[counter] = entry
 
-    def _slots(self, entry: _Entry) -> list[torch.Tensor]:
+    def _slots(self, entry: _Entry) -> list[Tensor]:
         """The ranks' slots for a chunk. Only :meth:`progress` has these tensors, which are made in inference mode."""
         kind = slot, numel, dtype = entry.place % SLOTS, entry.chunk.numel, entry.chunk.dtype
         if (views := self._views.get(kind)) is None:

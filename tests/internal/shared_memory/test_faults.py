@@ -55,7 +55,7 @@ def begin(
             x = xs[transport.rank].clone()
             if transport.rank == 1:  # peers read its sums' inputs in place
                 x = torch.empty(0).set_(transport.room(x.nbytes)).view(x.shape).copy_(x)
-            work, value = transport.begin(operation, x, arguments, place, asks)
+            work, value = transport.begin(operation, x, arguments, place, asks, ())
             of_rank.append((work, value, expected))
         begun.append(of_rank)
     return begun
@@ -88,7 +88,9 @@ def test_a_slot_is_filled_again_only_when_all_have_emptied_it(seed: int) -> None
     xs = [torch.randn((SLOTS + 1) * CHUNK_BYTES // 4, generator=draw) for _ in range(2)]
     with two_transports() as transports:
         # Rank 0 has its results of all slots, and would go on to the next chunk, before rank 1 has read any.
-        begun = [transport.begin("psum", x.clone(), (), 0) for transport, x in zip(transports, xs, strict=True)]
+        begun = [
+            transport.begin("psum", x.clone(), (), 0, False, ()) for transport, x in zip(transports, xs, strict=True)
+        ]
         for _ in range(4):
             for transport in transports:
                 transport.progress()
@@ -205,7 +207,7 @@ def test_progress_that_always_raises_fails_the_transport_and_tells(phase: str, o
     with two_transports() as transports, pytest.MonkeyPatch.context() as patch:
         for transport in transports:
             patch.setitem(CUTS, "psum", broken(whole, phase) if transport.rank in on else whole)
-            transport.begin("psum", torch.ones(SMALL_BYTES), (), 0)
+            transport.begin("psum", torch.ones(SMALL_BYTES), (), 0, False, ())
         for _ in range(20):
             for transport in transports:
                 transport.progress()
