@@ -1,8 +1,4 @@
-"""adasum: an adaptive sum of vectors, in which their common component counts once; and the hook that takes it.
-
-adasum(a, b) = (1 - <a,b> / 2|a|^2) a + (1 - <a,b> / 2|b|^2) b
-adasum(x_0, ..., x_{n-1}) = adasum(adasum of the first half, adasum of the second half)
-"""
+"""adasum: an adaptive sum of vectors, in which their common component counts once; and the hook that takes it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""debug_checks: ranks compare every call before it is issued.
-
-Inside it the ranks of an axis compare their calls on all channels through the store: the k-th call of one rank with the
-k-th calls of the others. So ranks that are at different calls find out at once. Else a known one isn't compared again.
-"""
+"""debug_checks: ranks compare the k-th call of one, on any channel, with the k-th calls of the others, known or not."""
 
 from __future__ import annotations
 
@@ -22,6 +18,7 @@ from ltx.core.comm.axis_comm import AxisComm
 from ltx.core.comm.peers import under_way
 from ltx.core.comm.signature import Agreement, Signature, mismatch
 from ltx.core.ranks.axis import axes_in_scope
+from ltx.core.ranks.backings import Describe
 from ltx.peers.negotiation import Negotiation
 from ltx.peers.posts import Post, list_calls
 
@@ -41,12 +38,7 @@ class Checks:
         self._told: BaseException | None = None
 
     def negotiate(
-        self,
-        axis_comm: AxisComm,
-        key: Any,
-        describe: Callable[[], Signature],
-        offer: Callable[[], Any],
-        known: Agreement | None,
+        self, axis_comm: AxisComm, key: Any, describe: Describe, offer: Callable[[], Any], known: Agreement | None
     ) -> Agreement:
         """:meth:`ltx.core.comm.axis_comm.AxisComm.negotiate` that compares a call even if it is `known`."""
         if known is not None and self._covered and self._covered[0] == (axis_comm, key):
