@@ -34,6 +34,16 @@ class Several(CommHook):
         """A copy of this hook in which each member is replaced by ``make(member)``."""
         raise NotImplementedError
 
+    # These two stand apart, as steps ask for them.
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for hook in self.members for name in hook.state_names))
+
+    @property
+    def alike(self) -> bool:
+        return all(hook.alike for hook in self.members)
+
     @property
     def offers(self) -> extend.HookOffers:
         each: list[extend.HookOffers] = [hook.offers for hook in self.members]
@@ -43,9 +53,11 @@ class Several(CommHook):
             return max(one.phases(axis_size) if callable(one.phases) else one.phases for one in each)
 
         return extend.HookOffers(
-            **{name: all(getattr(one, name) for one in each) for name in ("exact", "alike", "sums")},
+            exact=all(one.exact for one in each),
+            alike=self.alike,
+            sums=all(one.sums for one in each),
             reach=furthest(self.members),
-            state_names=tuple(dict.fromkeys(name for one in each for name in one.state_names)),
+            state_names=self.state_names,
             reads_step=any(one.reads_step for one in each),
             constant_after=max(ends) if len(ends) == len(each) else None,
             phases=phases,
