@@ -214,7 +214,7 @@ class Watcher:
 
     def watch_for(self, store: Store) -> None:
         """Be the watcher of this process in the world of `store`."""
-        _watchers[id(store)] = store, self
+        _watchers[store] = self
 
     def release(self) -> None:
         """Count one user less. After the last one the watcher ends."""
@@ -227,8 +227,8 @@ class Watcher:
         if self._thread is not threading.current_thread() and not self.without_store:
             self._thread.join(ENDING_S)
         del self.store  # close connections now, even if something still refers to this watcher
-        for key in [key for key, (_, known) in _watchers.items() if known is self]:
-            del _watchers[key]
+        for store in [store for store, known in _watchers.items() if known is self]:
+            del _watchers[store]
 
     # --- the watcher's own thread ---
 
@@ -443,12 +443,12 @@ class Deadlocks:
         return still.isdisjoint(nodes)
 
 
-_watchers: dict[int, tuple[Store, Watcher]] = {}  # the watchers by the store of their world's process group
+_watchers: dict[Store, Watcher] = {}  # the watchers by the store of their world's process group
 
 
 def _refuse_fork() -> None:
     """Ask the store nothing in this process, a fork of the rank's own, whose messages would look like the rank's."""
-    for _, watcher in _watchers.values():
+    for watcher in _watchers.values():
         watcher.store_caller.refuse("this process is a fork of the rank's own")
 
 
@@ -457,11 +457,10 @@ os.register_at_fork(after_in_child=_refuse_fork)
 
 def hold_watcher(store: Store, rank: int, heartbeat_s: float) -> Watcher:
     """The one watcher of this process in the world of `store`. Call :meth:`Watcher.release` when done."""
-    if id(store) in _watchers:
-        _, watcher = _watchers[id(store)]
-        watcher.shorten(heartbeat_s)
-        watcher.users += 1
-    else:
+    if (watcher := _watchers.get(store)) is None:
         watcher = Watcher(store.clone(), rank, heartbeat_s)  # type: ignore[attr-defined]
         watcher.watch_for(store)
+    else:
+        watcher.shorten(heartbeat_s)
+        watcher.users += 1
     return watcher
