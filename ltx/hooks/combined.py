@@ -244,7 +244,7 @@ class Chain(LossyHook):
         if isinstance(hook, LossyHook):
             given = flat.clone() if self.error_feedback else flat
             sent = yield from hook.send(inner)
-            return sent.total.to(dtype).view(shape), lambda: (given - sent.left()).to(dtype).view(shape)
+            return sent.total.to(dtype).view(shape), lambda: given.sub_(sent.left()).to(dtype).view(shape)
         total, _ = yield from hook.reduce(inner)
         return total.to(dtype).view(shape), None
 
@@ -261,7 +261,7 @@ def _send_all(hook: CommHook, inputs: BucketInput) -> Compression:
 
     flat, states = yield from drive_within(hook.reduce(inputs), answer)
     request, given = sums[0]
-    return CompressionResult(flat, lambda: given - (given if request.sent is None else request.sent()), states)
+    return CompressionResult(flat, lambda: given.sub_(given if request.sent is None else request.sent()), states)
 
 
 @arguments.checked("hook")
