@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from ltx.record import Replayed, record_messages, replay
     from ltx.runtime.per_rank import PerRank
     from ltx.runtime.pool import Pool, launch
-    from ltx.runtime.show import show
     from ltx.strategies.bagua import BaguaStrategy
     from ltx.strategies.diloco import DiLoCoStrategy
     from ltx.strategies.horovod import HorovodStrategy
@@ -78,7 +77,6 @@ _LATER = {
     "PerRank": "ltx.runtime.per_rank",
     "ZeroStrategy": "ltx.strategies.zero",
     "adasum": "ltx.hooks.adasum",
-    "show": "ltx.runtime.show",
 }
 _LATER_SUBMODULES = ("checkpoint", "profile", "tensor_parallel")
 
@@ -86,7 +84,7 @@ __all__ = ["checkpoint", "errors", "hooks", "nn", "optim", "profile", "tensor_pa
 __all__ += ["Axis", "Strategy", "World", "axis_from_group", "init", "shutdown", "to_device", "vmap", "world"]
 __all__ += ["BaguaStrategy", "DDPStrategy", "DiLoCoStrategy", "HorovodStrategy", "LocalSGDStrategy", "ZeroStrategy"]
 __all__ += ["DataPosition", "DynamicLossScale", "Precision", "mixed_precision", "rank_zero_first", "uneven"]
-__all__ += ["PerRank", "Pool", "Replayed", "debug_checks", "launch", "record_messages", "replay", "show"]
+__all__ += ["PerRank", "Pool", "Replayed", "debug_checks", "launch", "record_messages", "replay"]
 __all__ += [*_collectives.__all__, "adasum"]
 __all__ += _training.__all__
 __all__ += _transforms.__all__

@@ -79,7 +79,7 @@ class LtxMagics(Magics):
     def ltx(self, line: str, cell: str | None = None) -> None:
         """``%%ltx [-n N] [--restart] [--rank k] [--out name] [--in names] [--timeout s]``: run the cell on the workers.
 
-        Workers keep what cells define. What they print or show (``ltx.show``) appears in the notebook with their rank,
+        Workers keep what cells define. What they print or ``display`` appears in the notebook with their rank,
         and so does the value of the last expression, only once if it looks the same on all ranks. The first cell
         starts the workers: `N` of them, by default one for each processor, but at least 2 and at most 4.
 

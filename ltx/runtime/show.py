@@ -1,4 +1,4 @@
-"""``ltx.show`` shows a rank's value in the driver's notebook, where the prints and displays of ranks come too."""
+"""What ranks print and display, as the driver shows it: in the notebook, each in its own place, or on the terminal."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TextIO
-
-from ltx.core.base.arguments import checked
-from ltx.core.world.world import world
 
 #: On a worker, this function sends an object to the driver, which shows it; else None.
 outbox: Callable[[Any], None] | None = None
@@ -106,32 +103,6 @@ class Area:
     def _blank(self, start: int) -> None:
         for place in self._places[start:]:
             put(place, {"text/plain": ""})
-
-
-@checked("rank")
-def show(*values: Any, rank: int | None = None) -> None:
-    """Show values in the notebook, or on the terminal, that drives this rank.
-
-    A value with a rich representation (a figure of matplotlib, a data frame) is shown in a notebook as such, also from
-    a worker of a pool, with the rank as its label.
-
-    Args:
-        values: anything.
-        rank: show only this rank's values; None shows those of all ranks.
-
-    Example:
-        >>> import ltx
-        >>> ltx.show({"loss": 0.5}, rank=0)
-        {'loss': 0.5}
-    """
-    if rank is not None and world().rank != rank:
-        return
-    for value in values:
-        bundle, metadata = {"text/plain": value if isinstance(value, str) else repr(value)}, {}
-        if (shell := ipython()) is not None and not isinstance(value, str):
-            bundle, metadata = shell.display_formatter.format(value)
-        if bundle:  # an empty bundle: IPython has displayed the value already
-            deliver(Display(bundle, metadata))
 
 
 def ipython() -> Any:

@@ -21,7 +21,7 @@ DDP DistributedDataParallel DistributedOptimizer module: ltx.train_step(ltx.data
 no_sync: ltx.accumulate(step, n), which sends once for n micro-batches, or ltx.block_backward_sync(step);
 parameters named_parameters: state.params, of an ltx.TrainState; zero_grad: nothing, as each step has new gradients;
 step apply_gradients: state, metrics = train(state, batch), with train = ltx.train_step(step, optimizer);
-progress: tqdm.auto.tqdm(items, disable=ltx.world().rank > 0);
+progress: tqdm.auto.tqdm(items, disable=ltx.world().rank > 0); show: display(x) in cells, print(x) elsewhere;
 item backward: metrics.loss.item() after a step, which returns its loss and is differentiated by ltx;
 clip_grad_norm_: ltx.optim.clip_by_global_norm, in ltx.optim.chain; lr_scheduler: ltx.optim.from_scheduler;
 ClipByGlobalNorm: ltx.optim.clipping.{name}; Halving: ltx.hooks.adasum.{name}; chain identity: ltx.optim.{name};

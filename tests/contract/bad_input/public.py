@@ -207,7 +207,6 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         "ltx.launch": [],  # starts processes; refused in test_processes.py
         "ltx.Pool": [],
         "ltx.PerRank": [Call(ltx.PerRank, [T, T], then=lambda values: values.stack())],
-        "ltx.show": [Call(ltx.show, "text", rank=0, free=(0,))],
         # --- strategies
         "ltx.Strategy": [Call(ltx.Strategy, **common)],
         "ltx.DDPStrategy": [

@@ -133,14 +133,14 @@ def test_values_go_in_and_out(kernel: Kernel) -> None:
 
 
 @pytest.mark.full
-def test_show(kernel: Kernel) -> None:
-    shown = kernel.run("%%ltx\nprint('before')\nltx.show({'at': rank}, rank=1)\nprint('after')")
+def test_what_one_rank_displays(kernel: Kernel) -> None:
+    shown = kernel.run("%%ltx\nprint('before')\nif rank:\n    display({'at': rank})\nprint('after')")
     lines = [line.replace("[all]", "[rank 1]") for _, text in shown for line in text.splitlines()]
     mine = [line for line in lines if line.startswith("[rank 1]")]
     assert mine == ["[rank 1] before", "[rank 1] {'at': 1}", "[rank 1] after"]
     shown = kernel.run(
         "%%ltx\nimport matplotlib\nmatplotlib.use('agg')\nimport matplotlib.pyplot as plt\n"
-        "figure, _ = plt.subplots()\nltx.show(figure, rank=0)"
+        "figure, _ = plt.subplots()\nif rank == 0:\n    display(figure)"
     )
     assert [kind for kind, _ in shown if kind != "stderr"] == ["display", "image"]
 

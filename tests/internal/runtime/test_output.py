@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-import ltx
 from ltx import Pool
 from ltx.errors import CallFailedError
 from ltx.runtime.show import Line, Printed, Writer
@@ -113,7 +112,7 @@ def test_forks_of_a_worker_write_beside_it(capfd: pytest.CaptureFixture[str]) ->
             if pid == 0:
                 for _ in range(100):
                     print("c" * long)
-                ltx.show(f"shown by child {child}")
+                print(f"shown by child {child}", flush=True)
                 print("the end", end="", flush=True)
                 os._exit(0)
             children.append(pid)
@@ -161,7 +160,6 @@ def test_a_process_that_was_started_without_stdout(shows: bool) -> None:
 import sys, ltx
 def speak():
     print("to nobody")
-    ltx.show("to nobody")
     return sys.stdout is None
 with ltx.Pool(1, show_output={shows}) as pool:
     print(pool.run(speak), file=sys.stderr)
