@@ -42,8 +42,6 @@ ROWS = (
     Row("pmean", "Σ_s x_s / n; integers give floats", gradient="psum(ȳ) / n", rule="psum"),
     Row("pmax", "max_s x_s", gradient="m · psum(ȳ) / psum(m), m = (x == y)", operation="pmax"),
     Row("pmin", "min_s x_s", gradient="m · psum(ȳ) / psum(m), m = (x == y)", operation="pmin"),
-    Row("pargmax", "the first s that has max_s x_s", gradient="none"),
-    Row("pargmin", "the first s that has min_s x_s", gradient="none"),
     Row("adasum", "the adaptive sum: what x_s have in common counts once", gradient="its exact one", operation="psum"),
     Row("weighted_mean", "Σ_s w_s x_s / Σ_s w_s", gradient="w_r · psum(ȳ) / psum(w)"),
     Row("pvary", "x_r", rule="pvary"),

@@ -22,6 +22,7 @@ no_sync: ltx.accumulate(step, n), which sends once for n micro-batches, or ltx.b
 parameters named_parameters: state.params, of an ltx.TrainState; zero_grad: nothing, as each step has new gradients;
 step apply_gradients: state, metrics = train(state, batch), with train = ltx.train_step(step, optimizer);
 progress: tqdm.auto.tqdm(items, disable=ltx.world().rank > 0); show: display(x) in cells, print(x) elsewhere;
+pargmax pargmin: ltx.all_gather(x).argmax(0) or .argmin(0);
 item backward: metrics.loss.item() after a step, which returns its loss and is differentiated by ltx;
 clip_grad_norm_: ltx.optim.clip_by_global_norm, in ltx.optim.chain; lr_scheduler: ltx.optim.from_scheduler;
 ClipByGlobalNorm: ltx.optim.clipping.{name}; Halving: ltx.hooks.adasum.{name}; chain identity: ltx.optim.{name};

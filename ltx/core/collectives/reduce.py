@@ -115,56 +115,6 @@ def pmin(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[
     return _extremum("pmin", value, grouped(axis, axis_index_groups))
 
 
-def pargmax(value: Tree, axis: Any = None) -> Tree:
-    """The index of the rank that has the maximum over ranks, for every element of a tree.
-
-    Args:
-        value: as in :func:`ltx.pmax`.
-        axis: as in :func:`ltx.psum`.
-
-    Returns:
-        What each rank sees: the same tree of int64 tensors, shapes as given, with indices on the axis: the first if
-        ranks tie. NaN counts as the maximum, as in ``torch.argmax``.
-
-    Gradient:
-        None, since indices are integers.
-
-    Raises:
-        As :func:`ltx.pmax`.
-
-    Example:
-        >>> import torch, ltx
-        >>> ltx.vmap(ltx.pargmax)(torch.tensor([[1.0, 4.0], [3.0, 4.0]]))
-        tensor([[1, 0],
-                [1, 0]])
-    """
-    return _first(pmax, value, axis)
-
-
-def pargmin(value: Tree, axis: Any = None) -> Tree:
-    """The index of the rank that has the minimum over ranks, for every element; see :func:`pargmax`.
-
-    Example:
-        >>> import torch, ltx
-        >>> ltx.vmap(ltx.pargmin)(torch.tensor([[1.0, 4.0], [3.0, 4.0]]))
-        tensor([[0, 0],
-                [0, 0]])
-    """
-    return _first(pmin, value, axis)
-
-
-def _first(extremum: Callable[[Tree, Any], Tree], value: Tree, axis: Any) -> Tree:
-    value = tensors_of(value, axis)
-    best = extremum(tree.map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, value), axis)
-    index, size = axis_index(axis), axis_size(axis)
-
-    def mine(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        has = (x == y) | (x.isnan() & y.isnan()) if x.is_floating_point() else x == y
-        return torch.where(has, index.to(x.device), torch.full_like(x, size, dtype=torch.int64))
-
-    return pmin(tree.map(mine, value, best), axis)
-
-
 def _gathered(reduced: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tree, Any], Tree]:
     """A reduction by ``reduced(gathered values)``, for operations without a collective. Exact for every dtype."""
     return lambda value, axis: tree.map(reduced, all_gather(value, axis))

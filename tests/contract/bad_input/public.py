@@ -160,7 +160,7 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         # --- collectives
         **{
             f"ltx.{name}": [Call(getattr(ltx, name), T, axis="data")]
-            for name in ("pargmax", "pargmin", "pvary", "adasum", "gather_all_tensors")
+            for name in ("pvary", "adasum", "gather_all_tensors")
         },
         **{
             f"ltx.{name}": [Call(getattr(ltx, name), T, axis="data", axis_index_groups=[[0]])]
