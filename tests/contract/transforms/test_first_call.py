@@ -15,7 +15,7 @@ from torch.func import functional_call
 import ltx
 from ltx.errors import StepError, UnusedParameterWarning
 from tests.kinds import Params, Ranks
-from tests.train_on import go_on, loop_of_torch, said, trained
+from tests.train_on import go_on, loop_of_torch, on_ranks, refuses, said, trained
 from tests.twins.training import sgd
 
 X = torch.arange(8.0).view(4, 2)
@@ -234,21 +234,21 @@ def test_a_buffer_that_requires_gradients(ranks: Ranks) -> None:
     assert found[3].startswith("the step uses 'scale' of Quantizer, a parameter") or "'codes'" in found[3]
 
 
-def writing_later(call: Callable[..., Any]) -> str:
+@pytest.mark.parametrize("call", [functional_call, ltx.functional_call])
+@on_ranks(2)
+def test_a_module_that_writes_to_its_buffers_only_later(call: Any) -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval()
     train = ltx.train_step(ltx.data_parallel(lambda p, x: call(module, p, (x,)).square().mean()), sgd())
     state, _ = go_on(train, train.init({name: x.detach() for name, x in module.named_parameters()}), [X] * 2)
     module.train()
-    return said(StepError, train, state, X)
+    text = "'1.num_batches_tracked' of Sequential: the module wrote to this buffer of its own"
+    refuses(StepError, text, train, state, X)
 
 
-@pytest.mark.parametrize("call", [functional_call, ltx.functional_call])
-def test_a_module_that_writes_to_its_buffers_only_later(call: Any, ranks: Ranks) -> None:
-    for text in ranks(2).run(writing_later, call):
-        assert "'1.num_batches_tracked' of Sequential: the module wrote to this buffer of its own" in text
-
-
-def unfrozen_later(how: str) -> str:
+@pytest.mark.parametrize("how", ["a module", "a parameter"])
+@on_ranks(2)
+def test_captured_parameters_that_are_unfrozen_later(how: str) -> None:
+    """As when the layers of a network are freed one by one: each rank had a gradient of its own."""
     layer, x = nn.Linear(2, 1, bias=False), torch.tensor([1.0, 2.0])
     weight = nn.Parameter(torch.ones(2))
     used = {"a module": lambda: layer(x).sum(), "a parameter": lambda: (weight * x).sum()}[how]
@@ -258,14 +258,7 @@ def unfrozen_later(how: str) -> str:
     for _ in range(2):
         step(p).backward()
     captured.requires_grad_(True)
-    return said(StepError, step, p)
-
-
-@pytest.mark.parametrize("how", ["a module", "a parameter"])
-def test_captured_parameters_that_are_unfrozen_later(how: str, ranks: Ranks) -> None:
-    """As when the layers of a network are freed one by one: each rank had a gradient of its own."""
-    for text in ranks(2).run(unfrozen_later, how):
-        assert "isn't one of its arguments, so its gradient would stay local" in text
+    refuses(StepError, "isn't one of its arguments, so its gradient would stay local", step, p)
 
 
 BATCH = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -390,12 +383,9 @@ def test_trainable_leaves_them_alone(ranks: Ranks) -> None:
         torch.testing.assert_close(dict(params), {name: x.detach() for name, x in module.items()})
 
 
-def messages() -> list[str]:
+@on_ranks(2)
+def test_it_costs_no_message() -> None:
     with ltx.profile.record() as trace:
         warned(ltx.data_parallel(loss))
-    return [event.label for event in trace.events if event.label in ("summary", "bucket 0")]
-
-
-def test_it_costs_no_message(ranks: Ranks) -> None:
-    for found in ranks(2).run(messages):
-        assert found == ["summary", "bucket 0"] * 3
+    found = [event.label for event in trace.events if event.label in ("summary", "bucket 0")]
+    assert found == ["summary", "bucket 0"] * 3
