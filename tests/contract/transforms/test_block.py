@@ -261,7 +261,9 @@ UNFOUND: dict[str, Callable[[dict[str, Tensor], Tensor], Any]] = {
 }
 
 
-def drifted(seed: int, name: str) -> None:
+@pytest.mark.parametrize("name", UNFOUND)
+@on_ranks(N)
+def test_what_it_has_done_to_parameters_is_found_in_the_next_step(seed: int, name: str) -> None:
     w, xs, _ = problem(seed)
     UNFOUND[name](w, xs[0])
     torch.optim.SGD(w.values(), lr=0.1).step()
@@ -269,11 +271,6 @@ def drifted(seed: int, name: str) -> None:
     with ltx.debug_checks(), pytest.raises(ReplicaDivergedError, match="leaf 'a'"):
         STEP(w, xs[1])
     refuses(ReplicaDivergedError, "leaf 'a'", ltx.check_replicas, w)
-
-
-@pytest.mark.parametrize("name", UNFOUND)
-def test_what_it_has_done_to_parameters_is_found_in_the_next_step(ranks: Ranks, seed: int, name: str) -> None:
-    ranks(N).run(drifted, seed, name)
 
 
 def test_simulated_ranks_refuse_it_where_each_has_its_own(seed: int) -> None:
@@ -298,20 +295,16 @@ def test_simulated_ranks_refuse_it_where_each_has_its_own(seed: int) -> None:
     backward(STEP, stacked, 0)
 
 
-def one_rank_alone(seed: int) -> str:
+@on_ranks(N)
+def test_of_one_rank_alone_both_hear(seed: int) -> None:
     """Rank 1 alone has gradients of its own: its peer mustn't wait for it, nor go on with half a mean."""
     w, xs, means = problem(seed)
     if int(ltx.axis_index()):
         LOCAL(w, xs[0]).backward()
-    text = said(LtxError, lambda: STEP(w, xs[1]).backward())
+    refuses(LtxError, "block_backward_sync", lambda: STEP(w, xs[1]).backward())
     zero(w, set_to_none=True)
     STEP(w, xs[2]).backward()
     torch.testing.assert_close(of(w), means[2])
-    return text
-
-
-def test_of_one_rank_alone_both_hear(ranks: Ranks, seed: int) -> None:
-    assert all("block_backward_sync" in text for text in ranks(N).run(one_rank_alone, seed))
 
 
 def zero(w: dict[str, Tensor], set_to_none: bool) -> None:
