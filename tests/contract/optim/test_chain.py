@@ -413,8 +413,11 @@ def begun(pair: tuple[ltx.optim.Optimizer, ...], strategy: ltx.Strategy) -> Tens
     return state.params["w"]
 
 
-def fails(pair: tuple[ltx.optim.Optimizer, ...], match: str) -> None:
-    refuses(RankMismatchError, f"disagree on train.init, its arguments: {match}", begun, pair, ltx.DDPStrategy())
+@pytest.mark.parametrize("name", UNEQUAL)
+@on_ranks(2)
+def test_ranks_that_share_parameters_have_the_same(name: str) -> None:
+    *pair, match = UNEQUAL[name]
+    refuses(RankMismatchError, f"disagree on train.init, its arguments: {match}", begun, tuple(pair), ltx.DDPStrategy())
     begun((sgd, sgd), ltx.DDPStrategy())  # and the axis works
     begun((from_torch(SGD, lr=lambda n: 0.1),) * 2, ltx.ZeroStrategy())
 
@@ -425,12 +428,6 @@ def test_a_mapping_that_a_set_has_put_in_another_order() -> None:
     ordered = dict(labels if ltx.axis_index() == 0 else [labels[1], labels[0], labels[2]])
     train = ltx.train_step(ltx.data_parallel(lambda p: p["a"].sum()), partition({"slow": sgd, "fast": ADAMW}, ordered))
     train.init({"a": torch.ones(2), "b": torch.ones(2)})
-
-
-@pytest.mark.parametrize("name", UNEQUAL)
-def test_ranks_that_share_parameters_have_the_same(name: str, ranks: Ranks) -> None:
-    *pair, match = UNEQUAL[name]
-    ranks(2).run(fails, tuple(pair), match)
 
 
 def test_ranks_with_parameters_of_their_own_may_have_others(ranks: Ranks) -> None:

@@ -17,9 +17,9 @@ from tests import forks
 from tests.contract.strategies.table import NODES
 from tests.contract.strategies.test_protocol import LocalSGD, problem, trainer
 from tests.inside import AsyncAveraging
-from tests.kinds import OnNewAxis, Ranks, Started
+from tests.kinds import OnNewAxis, Started
 from tests.small import make, mean_loss, values
-from tests.train_on import said
+from tests.train_on import on_ranks, said
 
 
 class BrokenError(Exception):
@@ -89,8 +89,9 @@ def test_a_rank_may_fail_alone_in_a_step_without_talk(on_new_axis: OnNewAxis) ->
     assert params.keys() == params_1.keys()
 
 
-def fails_alone() -> list[Tensor]:
-    """The parameters of a training without a failure, and of one whose third backward pass fails and is done again."""
+@on_ranks(1)
+def test_a_rank_that_is_alone_goes_on() -> None:
+    """It has begun to send, and nobody can be out of step with it: its third backward pass fails and is done again."""
 
     def fail(_: Tensor) -> None:
         if broken:
@@ -114,12 +115,7 @@ def fails_alone() -> list[Tensor]:
                 broken = False
             state, _ = train(state, x)
         found.append(state.params)
-    return found
-
-
-def test_a_rank_that_is_alone_goes_on(ranks: Ranks) -> None:
-    """It has begun to send, and nobody can be out of step with it."""
-    assert torch.equal(*ranks(1).run(fails_alone)[0])
+    assert torch.equal(*found)
 
 
 def test_finish_gives_back_what_has_nothing_under_way() -> None:
