@@ -200,15 +200,13 @@ def test_an_equal_seed_on_simulated_ranks(ranks: Ranks) -> None:
         torch.testing.assert_close(found, x.mean(0).expand(2, 3))
 
 
-def by_experts(experts: Tensor) -> tuple[Tensor, Tensor]:
+@on_ranks(2)
+def test_experts_have_the_gradient_of_the_sum(seed: int) -> None:
     """Gradients with respect to an expert that each rank holds alone, and to a weight that all share."""
+    experts = torch.randn(2, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    w, xs = torch.tensor(3.0, requires_grad=True), torch.tensor([1.0, 2.0])
+    by_expert, by_weight = torch.autograd.grad((experts.sum() * w * xs).mean(), (experts, w))
     step = ltx.data_parallel(lambda e, w, x: (ltx.psum(e) * w * x).sum(), argnums=1)
     rank = ltx.world().rank
-    return torch.func.grad(step, argnums=(0, 1))(experts[rank], torch.tensor(3.0), torch.tensor(1.0 + rank))
-
-
-def test_experts_have_the_gradient_of_the_sum(ranks: Ranks, seed: int) -> None:
-    experts, w = torch.randn(2, requires_grad=True), torch.tensor(3.0, requires_grad=True)
-    by_expert, by_weight = torch.autograd.grad((experts.sum() * w * torch.tensor([1.0, 2.0])).mean(), (experts, w))
-    for rank, (expert, weight) in enumerate(ranks(2).run(by_experts, experts.detach())):
-        torch.testing.assert_close((expert, weight), (2 * by_expert[rank], by_weight))
+    found = torch.func.grad(step, argnums=(0, 1))(experts.detach()[rank], w.detach(), xs[rank])
+    torch.testing.assert_close(found, (2 * by_expert[rank], by_weight))
