@@ -217,7 +217,8 @@ def test_in_a_compiled_graph(seed: int) -> None:
     torch.testing.assert_close(torch.compile(f, fullgraph=True, backend="aot_eager")(xs), f(xs))
 
 
-def mixed(seed: int) -> list[tuple[Tensor, Tensor]]:
+@on_ranks(2)
+def test_processes_and_simulated_ranks_together(seed: int) -> None:
     torch.manual_seed(seed)
     xs, rank = torch.randn(2, 3, 4), int(ltx.axis_index())  # by process, simulated rank, element
     axis, mine = ("data", "sim"), xs[rank]
@@ -241,13 +242,8 @@ def mixed(seed: int) -> list[tuple[Tensor, Tensor]]:
         (of(ltx.psum, ["sim"]), mine.sum(0)),
         (torch.func.grad(lambda x: (of(ltx.psum, x=x) * w).sum())(mine), 6 * w),
     ]
-    return [(got, want.expand(3, 4)) for got, want in found]
-
-
-def test_processes_and_simulated_ranks_together(ranks: Ranks, seed: int) -> None:
-    for by_rank in ranks(2).run(mixed, seed):
-        for got, want in by_rank:
-            torch.testing.assert_close(got, want)
+    for got, want in found:
+        torch.testing.assert_close(got, want.expand(3, 4))
 
 
 @on_ranks(2)

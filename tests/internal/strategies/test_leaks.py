@@ -16,8 +16,7 @@ from ltx.errors import StrategyError
 from ltx.peers.diagnosis import Status
 from tests.contract.strategies.problem import loss, make_problem
 from tests.contract.strategies.table import ROWS
-from tests.kinds import Ranks
-from tests.train_on import go_on
+from tests.train_on import go_on, on_ranks
 
 Overlap = Literal["backward", "update"]
 
@@ -81,8 +80,12 @@ def test_many_steps_leave_nothing_behind(overlap: Overlap, seed: int) -> None:
             assert {name: layout for name, layout in grown.items() if layout} == {}
 
 
-def _in_circles(overlap: Overlap, donate: bool, seed: int) -> dict[str, list[str]]:
-    """By strategy: the types of objects of steps that only the garbage collector frees."""
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@on_ranks(2)
+def test_a_step_frees_its_batch_and_state_at_once(overlap: Overlap, donate: bool, seed: int) -> None:
+    """In a circle of references a batch, or a state that isn't donated, would keep a GPU's memory for many steps."""
     problem, found = make_problem(seed, 2), {}
     batch = problem.batches()[0]
     gc.disable()
@@ -100,14 +103,5 @@ def _in_circles(overlap: Overlap, donate: bool, seed: int) -> dict[str, list[str
         train.finish(state)
         found[name] = sorted(kind.__name__ for kind in kinds if kind.__module__.startswith(("ltx", "torch")))
     gc.enable()
-    return found
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("donate", [True, False])
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_a_step_frees_its_batch_and_state_at_once(ranks: Ranks, overlap: Overlap, donate: bool, seed: int) -> None:
-    """In a circle of references a batch, or a state that isn't donated, would keep a GPU's memory for many steps."""
-    for found in ranks(2).run(_in_circles, overlap, donate, seed):
-        assert {"ddp", "horovod", "zero"} < set(found)
-        assert {name: kinds for name, kinds in found.items() if kinds} == {}
+    assert {"ddp", "horovod", "zero"} < set(found)
+    assert {name: kinds for name, kinds in found.items() if kinds} == {}
