@@ -432,8 +432,8 @@ def replay(
     replayed = Replayed(rank, [each["step"] for each in record["steps"]], record, check_sent)
     peers, HandedIn.peers, HandedIn.messages = HandedIn.peers, _Alone, replayed
     threads = torch.get_num_threads()
-    torch.set_num_threads(record["threads"])  # sums of several threads are rounded otherwise
     try:
+        torch.set_num_threads(record.get("threads", threads))  # sums of several threads are rounded otherwise
         if place["size"] > 1:
             _open_group(place["rank"], place["size"])
             place["master"] = "localhost:1"  # where nobody listens, nor needs to
