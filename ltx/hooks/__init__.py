@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ltx.extend import AllReduce, BucketInput, CollectiveRequest, CommHook, Reduction
+from ltx.extend import AllReduce, BucketInput, CollectiveRequest, CommHook, Reduction, arguments
 from ltx.hooks import noise
 from ltx.hooks.plain import Noop
 
@@ -43,7 +43,7 @@ _LATER = {
 
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise arguments.lacks(f"module {__name__!r}", name)
     return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
 
 

@@ -133,14 +133,6 @@ class Trace(Recording):
         total = self.comm_s
         return 1.0 if total <= 0.0 else max(0.0, 1.0 - self.waited_s / total)
 
-    def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw computing and communication over time: ``plot`` of :func:`ltx.profile.timeline` with this rank alone."""
-        return timeline([self]).plot(ax)
-
-    def save(self, path: str | Path) -> None:
-        """Write a file for Perfetto: ``save`` of :func:`ltx.profile.timeline` with this rank alone."""
-        timeline([self]).save(path)
-
 
 def _messages(event: Event) -> int:
     """The number of messages that a collective takes one after the other."""
@@ -152,8 +144,8 @@ def record() -> Iterator[Trace]:
     """Record every collective that this process issues, and the times in which its steps compute.
 
     What each rank sees: its own collectives; of simulated ranks the first one's, of buckets and exchanges. Recordings
-    can be nested; each records everything. ``print(trace)`` says what was sent, :meth:`Trace.plot` draws a trace and
-    :meth:`Trace.save` writes it for https://ui.perfetto.dev; :func:`ltx.profile.timeline` does both for several ranks.
+    can be nested; each records everything. ``print(trace)`` says what was sent; :func:`ltx.profile.timeline` draws what
+    one rank or several have recorded, and writes it for https://ui.perfetto.dev.
 
     Example:
         >>> import ltx, torch

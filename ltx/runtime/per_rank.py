@@ -6,7 +6,6 @@ import pickle
 from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar, overload
 
-import optree
 import torch
 
 from ltx.core.base import tree as trees
@@ -83,7 +82,7 @@ class PerRank(Sequence[T], Generic[T]):
             TreeError: the ranks' trees have different structures, or a leaf can't be stacked; with its path and rank.
         """
         columns, paths, spec = self._columns()
-        return optree.tree_unflatten(spec, [_stack(leaves, p) for leaves, p in zip(columns, paths, strict=True)])
+        return trees.unflatten(spec, [_stack(leaves, p) for leaves, p in zip(columns, paths, strict=True)])
 
     def replicated(self) -> T:
         """The value that all ranks have, after checking that it is the same bit for bit (NaN equals the same NaN).
@@ -114,9 +113,7 @@ class PerRank(Sequence[T], Generic[T]):
         values: tuple[Any, ...] = self._values
         if not values:
             raise TreeError("there are the values of no rank to put together.")
-        for value in values:
-            trees.flatten(value)
-        flat: list[Any] = [optree.tree_flatten(value, none_is_leaf=True, namespace=trees.NAMESPACE) for value in values]
+        flat: list[Any] = [trees.flatten(value, none_is_leaf=True) for value in values]
         spec, paths = flat[0][1], trees.paths_of(flat[0][1])
         for rank, (_, other) in enumerate(flat):
             if other != spec:

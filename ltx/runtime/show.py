@@ -34,12 +34,11 @@ class Display:
     update: bool = False  # whether it replaces the display of that name
 
     def shown(self, rank: int | None, size: int, drawn: dict[Any, Any]) -> None:
-        """Show this on the driver, labelled with `rank`; on the process that made it `rank` is None."""
+        """Show this on the driver, labelled with `rank`; in a fork of a worker, which has no driver, `rank` is None."""
         if in_notebook():
             drawn.setdefault(rank, Area(rank)).put(self)
-        elif self.bundle.get("text/plain"):
-            label = "" if rank is None else f"[rank {rank}] "
-            write("stdout", f"{label}{self.bundle['text/plain']}\n")
+        elif text := self.bundle.get("text/plain"):
+            write("stdout", f"{text}\n")
 
 
 class Cleared(NamedTuple):
@@ -162,9 +161,9 @@ class Printed(NamedTuple):
     text: str
 
     def shown(self, rank: int | None, size: int, drawn: dict[Any, Any]) -> None:
-        text, key = self.text, _key(self.stream, rank)
+        text, key = self.text, (self.stream, rank)
         prints = {r for r, area in drawn.items() if isinstance(area, Area) and area.prints}
-        if rank is None and any(r in prints or _key(self.stream, r) in drawn for r in range(size)):
+        if rank is None and any(r in prints or (self.stream, r) in drawn for r in range(size)):
             for each in range(size):
                 self.shown(each, size, drawn)
         elif key in drawn:  # the first line is the end of a line that is on the screen already
@@ -185,11 +184,7 @@ class Line(NamedTuple):
 
     def shown(self, rank: int, size: int, drawn: dict[Any, Any]) -> None:
         """Draw the line over its older text; in a log, only when it has ended."""
-        drawn.setdefault(_key(self.stream, rank), LiveLine(self.stream)).draw(f"[rank {rank}] {self.text}", False)
-
-
-def _key(stream: str, rank: int | None) -> str:
-    return f"{stream} of rank {rank}"
+        drawn.setdefault((self.stream, rank), LiveLine(self.stream)).draw(f"[rank {rank}] {self.text}", False)
 
 
 class Writer(io.TextIOBase):

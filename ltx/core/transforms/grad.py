@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from operator import attrgetter
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 
@@ -225,12 +225,11 @@ def by_buckets(
     run: Run, outputs: Tensors, cotangents: Tensors | None, again: bool
 ) -> tuple[list[torch.Tensor], dict[int, LeafState]]:
     """Run a deferred pass (:meth:`ProcessSchedule.backward`): (the gradients, next states by parameters' places)."""
-    plan, schedule, inputs = run.known.plan, run.schedule, run.inputs or ()
+    plan, inputs, schedule = run.known.plan, run.inputs or (), cast(ProcessSchedule, run.schedule)
     assert plan is not None
     if plan.one_sum and len(inputs) == len(plan.buckets[0].members) and not run.own:
         return one_sum.reduced(plan, inputs, outputs, cotangents, again)[0], {}
     grads, states = dict[int, torch.Tensor](), dict[int, LeafState]()
-    assert isinstance(schedule, ProcessSchedule)
     try:
         schedule.send_summary()
         schedule.backward(outputs, inputs, cotangents, again, run.own)

@@ -242,9 +242,7 @@ def differentiating_itself() -> Iterator[None]:
 
 
 def reaching(output: Any, leaves: Sequence[torch.Tensor], mean: bool) -> Any:
-    """`output`; a loss without data that ranks average (a Weighted, or with `mean`) gets a zero that depends on
-    parameters: all ranks run psum's pass.
-    """
+    """`output`; a loss without data that ranks average gets a zero of parameters, as all ranks run psum's pass."""
     if type(output) is tuple and output:
         return (reaching(output[0], leaves, mean), *output[1:])
     weighted = isinstance(output, Weighted)

@@ -201,7 +201,7 @@ def test_recordings_come_back_from_ranks_and_are_saved_together(ranks: Ranks, tm
 @needs("matplotlib")
 def test_a_picture(pyplot: Any) -> None:
     trace = made_by_hand()
-    ax = trace.plot()
+    ax = ltx.profile.timeline([trace]).plot()
     assert [tick.get_text() for tick in ax.get_yticklabels()] == ["compute", "buckets 0", "user"]
     assert ax.get_title() == f"{trace.hidden:.0%} of the communication hidden" == "75% of the communication hidden"
     told = [text.get_text() for text in ax.get_legend().get_texts()]
@@ -228,15 +228,16 @@ def test_a_picture_of_several_ranks(pyplot: Any) -> None:
 
 @needs("matplotlib")
 def test_a_picture_of_a_world_of_one(pyplot: Any) -> None:
-    ax = recorded().plot()
+    ax = ltx.profile.timeline([recorded()]).plot()
     assert ax.get_title() == "no communication"
     assert [tick.get_text() for tick in ax.get_yticklabels()] == ["compute"]
-    assert Trace().plot().get_title() == "no communication"
+    assert ltx.profile.timeline([Trace()]).plot().get_title() == "no communication"
 
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    refuses(UnsupportedError, r"matplotlib, which isn't installed.*save\(path\)", lambda: made_by_hand().plot())
+    timeline = ltx.profile.timeline([made_by_hand()])
+    refuses(UnsupportedError, r"matplotlib, which isn't installed.*save\(path\)", timeline.plot)
 
 
 def test_what_is_no_recording() -> None:
