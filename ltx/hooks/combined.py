@@ -50,7 +50,7 @@ class Several(CommHook):
         ends = [one.constant_after for one in each if one.constant_after is not None]
 
         def phases(axis_size: int) -> int:
-            return max(one.phases(axis_size) if callable(one.phases) else one.phases for one in each)
+            return max(needs.phases_on(one, axis_size) for one in each)
 
         return extend.HookOffers(
             exact=all(one.exact for one in each),
@@ -180,9 +180,8 @@ class Chain(LossyHook):
     def reads_step(self) -> bool:
         return bool(self.hook.reads_step or self.inner.reads_step)
 
-    @property
-    def phases(self) -> int:
-        return int(self.hook.phases * self._inner.phases)
+    def phases(self, axis_size: int) -> int:
+        return needs.phases_on(self.hook, axis_size) * needs.phases_on(self._inner, axis_size)
 
     @property
     def sums(self) -> bool:
@@ -279,8 +278,8 @@ def chain(hook: CommHook, *inner: CommHook) -> CommHook:
 
     Example:
         >>> import ltx
-        >>> ltx.hooks.chain(ltx.hooks.RandomK(0.1, error_feedback=False), ltx.hooks.BF16()).phases
-        1
+        >>> ltx.hooks.chain(ltx.hooks.RandomK(0.1, error_feedback=False), ltx.hooks.BF16())
+        Chain(hook=RandomK(ratio=0.1, error_feedback=False), inner=BF16())
     """
     return _chained(hook, chain(*inner)) if inner else hook
 

@@ -275,8 +275,7 @@ class ToTorch:
             return comm.Signature.of(f"bucket {mine.index} of DistributedDataParallel", names, grads, how)
 
         on.negotiate_issue(on.first_phase, ("to_torch", hook, tuple(names), mine, tuple(state_names), last), describe)
-        phases = hook.phases
-        on.open_phases(phases(on.size) if callable(phases) else phases)
+        on.open_phases(needs.phases_on(hook, on.size))
         # DDP doesn't divide a GradBucket. Packing copies, since the buffer is DDP's.
         flat = buffers.pack(grads, mine, hook, on.size, states)
         self._sent.append(names)

@@ -258,7 +258,7 @@ def from_torch(
     shared = {"lr": lr, "start_step": start_step, **kwargs}
     if groups is None:
         return from_class(cls, **shared)
-    what = f"from_torch({getattr(cls, '__name__', cls)}): "
+    what = f"from_torch({getattr(cls, '__name__', None) or brief(cls)}): "
     named = groups.values() if isinstance(groups, Mapping) else ()
     own: Mapping[str, Mapping[str, Any]]
     if not isinstance(groups, Iterable) or isinstance(groups, Tensor) or not all(isinstance(g, Mapping) for g in named):

@@ -258,9 +258,6 @@ class Scaled(hooks.CommHook):
         passes = {PASSES: torch.zeros_like(param, dtype=collectives.wide(param.dtype))} if self.passes else {}
         return {**self.hook.init(param, path), **passes}
 
-    def at(self, step: int) -> hooks.CommHook:
-        return replace(self, hook=self.hook.at(step))
-
     def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
         own = self.hook.packing(dtype, axis_size)
         scale = own.scale * axis_size

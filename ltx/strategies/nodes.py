@@ -112,9 +112,9 @@ class ByNode(NodeHook):
     def exact(self) -> bool:
         return len(self.steps) == 3 and self.hook.exact
 
-    @property
-    def phases(self) -> int:
-        return (1 in self.steps) + (3 in self.steps) + (int(self.hook.phases) if 2 in self.steps else 0)
+    def phases(self, axis_size: int) -> int:
+        among = needs.phases_on(self.hook, axis_size // min(self.node_size, axis_size)) if 2 in self.steps else 0
+        return (1 in self.steps) + (3 in self.steps) + among
 
     def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
         m = min(self.node_size, axis_size)

@@ -47,9 +47,6 @@ class MeanMomentum(hooks.CommHook):
         momentum = torch.zeros_like(param, dtype=self.packing(param.dtype, 1).dtype).contiguous()
         return {**self.among.init(param, path), MOMENTUM: momentum}
 
-    def at(self, step: int) -> MeanMomentum:
-        return replace(self, among=self.among.at(step))
-
     def packing(self, dtype: torch.dtype, axis_size: int) -> Packing:
         among = self.among.packing(dtype, axis_size)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -14,7 +13,8 @@ from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction
 class InTwoPhases(CommHook):
     """The mean as a reduce-scatter and an all-gather: two collectives that wait for each other."""
 
-    phases: ClassVar[int] = 2
+    def phases(self, axis_size: int) -> int:
+        return 2
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         n, numel = inputs.axis_size, inputs.flat.numel()

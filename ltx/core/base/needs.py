@@ -24,6 +24,12 @@ class Need(NamedTuple):
     error: Kind = StrategyError
 
 
+def phases_on(hook: Any, axis_size: int) -> int:
+    """The number of a communication hook's phases on so many ranks."""
+    phases: int | Callable[[int], int] = hook.phases
+    return phases(axis_size) if callable(phases) else phases
+
+
 def _updates(optimizer: Any) -> bool:
     """Whether it updates parameters from gradients, with any strategy."""
     return optimizer.offers.moves_params is not False and optimizer.offers.strategy is None
@@ -159,7 +165,7 @@ TABLE = {
     "background, hook": Need(
         "an exchange in the background",
         "one collective for each bucket, as it has one channel",
-        lambda x, ranks=2: (x.phases(ranks) if callable(x.phases) else x.phases) < 2,
+        lambda x, ranks=2: phases_on(x, ranks) < 2,
         "use a hook of one phase, such as ltx.hooks.BF16(), or make the exchange within a step",
     ),
     "partition, hook": Need(

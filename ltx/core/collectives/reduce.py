@@ -258,7 +258,6 @@ def weighted_mean(value: Tree, weight: torch.Tensor | float, axis: Any = None) -
     value = tensors_of(value, axis)
     leaves, spec = tree.flatten(value)
     if not traced.recording():
-        tree.check_leaves(leaves, value, "weighted_mean: its value")
         check_dense("weighted_mean", leaves, value)
         # Unsigned integers, which have no sums, do have means, which are computed in a floating dtype.
         check_sums("weighted_mean", [None if x.dtype in _UNSIGNED else x for x in leaves], value)

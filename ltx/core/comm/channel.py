@@ -129,7 +129,8 @@ class Work:
     def _order(self, work: dist.Work, group: StreamGroup) -> None:
         """Make the current stream wait for `work`. Raises if the work has failed: its buffer holds garbage then."""
         self._ask(work.wait)
-        self._channel.check_device(group, self.number, self._label)
+        if group.cut_off or group.failed:
+            self._channel.check_device(group, self.number, self._label)
 
     def _block(self, work: dist.Work, began: float) -> None:
         ticks = 0

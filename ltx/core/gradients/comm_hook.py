@@ -131,7 +131,7 @@ class CommHook(Offering[HookOffers], Readable, kind=HookOffers, gone=GONE):
 C = TypeVar("C")
 
 #: Members that an outer hook doesn't copy from the hook inside: they are about the outer hook.
-_ITS_OWN = ("at", "reduce", "offers")
+_ITS_OWN = ("reduce", "offers")
 
 
 def around(field: str, base: type = CommHook, but: Collection[str] = _ITS_OWN) -> Callable[[type[C]], type[C]]:
@@ -162,6 +162,13 @@ def _of_field(field: str, name: str, inherited: Any) -> Any:
             return None if found is None else [replace(self, **{field: hook}) for hook in found]
 
         return each
+    if inherited is CommHook.at:
+
+        def at(self: Any, step: int) -> Any:
+            now = (held := getattr(self, field)).at(step)
+            return self if now is held else replace(self, **{field: now})
+
+        return at
     if not callable(inherited):  # a property or a class variable
         return property(lambda self: getattr(getattr(self, field), name))
 
@@ -212,12 +219,6 @@ class ExactSum(AllReduce):
 def stateful_hook(hook: CommHook) -> bool:
     """Whether a step needs communication state: the hook's tensors, or the count of steps."""
     return bool(hook.state_names) or hook.reads_step or hook.constant_after != 0
-
-
-def phases_on(hook: CommHook, axis_size: int) -> int:
-    """The number of the hook's phases on so many ranks."""
-    phases: int | Callable[[int], int] = hook.phases
-    return phases(axis_size) if callable(phases) else phases
 
 
 def shared_part(hook: CommHook, axis: Axis) -> Axis | None:

@@ -18,13 +18,13 @@ import torch
 
 from ltx.core import comm
 from ltx.core.base.errors import LtxError, StepError, StrategyError, UnsupportedError
-from ltx.core.base.needs import require
+from ltx.core.base.needs import phases_on, require
 from ltx.core.base.private import Tensors, graph_task, no_grad, run_backward
 from ltx.core.comm.backends import CommStream
 from ltx.core.comm.operations import OPERATIONS
 from ltx.core.gradients import reduction
 from ltx.core.gradients.buffers import pack, unpack
-from ltx.core.gradients.comm_hook import CommHook, phases_on, reduce_at_once
+from ltx.core.gradients.comm_hook import CommHook, reduce_at_once
 from ltx.core.gradients.planning import Plan, any_derivative, grads_kept
 from ltx.core.gradients.reduction import Bucket, BucketInput, LeafState, Program, Reduced, UpdateShared
 from ltx.core.gradients.schedule import Dims, GraphSchedule, ImmediateSchedule, Schedule

@@ -21,10 +21,11 @@ from ltx.core import comm
 from ltx.core.base import private, tree
 from ltx.core.base.arguments import check_fields, check_whole, seconds
 from ltx.core.base.errors import StrategyError, UnsupportedError
+from ltx.core.base.needs import phases_on
 from ltx.core.base.private import Tensors
 from ltx.core.base.readable import Readable
 from ltx.core.gradients.buffers import pack_pure
-from ltx.core.gradients.comm_hook import AllReduce, CommHook, phases_on, shared_part, stateful_hook
+from ltx.core.gradients.comm_hook import AllReduce, CommHook, shared_part, stateful_hook
 from ltx.core.gradients.reduction import Bucket, BucketInput, Leaf, LeafState, UpdateShared
 from ltx.core.ranks.axis import Axis
 from ltx.typing import Tree

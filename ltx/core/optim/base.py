@@ -311,7 +311,7 @@ def leaves_like(spec: optree.PyTreeSpec, tree: Tree, what: str) -> list[Any]:
     """The subtrees of `tree` at the leaves of `spec`, which is the structure of the parameters."""
     try:
         return spec.flatten_up_to(tree)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise OptimError(f"{what} must have the tree structure of params: {error}") from None
 
 

@@ -155,7 +155,7 @@ class GivenGradients:
         leaves, spec = tree.flatten(params)
         try:
             given = spec.flatten_up_to(grads)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise StepError(
                 'train_step: a step with returns="grads" returns (grads, loss), with gradients in the structure of its '
                 "parameters and None for those that have none, such as {name: grads.get(name) for name in params}; got "

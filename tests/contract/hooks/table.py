@@ -23,6 +23,7 @@ from tests.contract.hooks.reference import (
     scattered,
     top_k,
 )
+from tests.twins.phases import InTwoPhases
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ COMBINED: dict[str, CommHook] = {
     "randomk in eight bits": hooks.chain(hooks.RandomK(0.5), hooks.ByteGrad()),
     "powersgd in bf16": hooks.cast(hooks.PowerSGD(1, start_step=0), torch.bfloat16),
     "powersgd in eight bits": hooks.chain(hooks.PowerSGD(1, start_step=0), hooks.Quantize("channel", 16)),
+    "randomk in two phases": hooks.chain(hooks.RandomK(0.5), InTwoPhases()),
     "onebit after 1": hooks.after(1, hooks.OneBit(block=16)),
     "a chain of three": hooks.chain(hooks.AllReduce(), hooks.RandomK(0.5, error_feedback=False), hooks.BF16()),
     "a chain, fed back": FED(hooks.chain(hooks.AllReduce(), hooks.ByteGrad())),

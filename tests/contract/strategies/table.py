@@ -179,7 +179,9 @@ ROWS: dict[str, Row] = {
         optimizer=ltx.optim.qadam(**QADAM),
     ),
     "qadam, hierarchical": Row(
-        ltx.BaguaStrategy("qadam", warmup_steps=4, betas=(0.8, 0.9), **NODES),
+        ltx.BaguaStrategy(
+            "qadam", warmup_steps=4, betas=(0.8, 0.9), momentum_hook=hooks.after(2, hooks.ByteGrad()), **NODES
+        ),
         bagua.trained_by(**QADAM, node=2),
         optimizer=ltx.optim.qadam(**QADAM),
         ranks=(4,),
