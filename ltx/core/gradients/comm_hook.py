@@ -130,15 +130,15 @@ class CommHook(Offering[HookOffers], Readable, kind=HookOffers, gone=GONE):
 
 C = TypeVar("C")
 
-#: Members that an outer hook doesn't copy from the hook inside: they are about the outer hook.
-_ITS_OWN = ("reduce", "offers")
 
-
-def around(field: str, base: type = CommHook, but: Collection[str] = _ITS_OWN) -> Callable[[type[C]], type[C]]:
+def around(
+    field: str, base: type = CommHook, but: Collection[str] = ("reduce", "offers")
+) -> Callable[[type[C]], type[C]]:
     """Decorate a class whose field `field` holds another value of the same `base`, which it wraps.
 
     Public members of `base` that the class (or a class between the two) doesn't define come from the wrapped value,
-    except those in `but`; so do the fields of `offers`. So no member that is added to `base` later is forgotten.
+    except those in `but`; so do the fields of `offers`. So no member that is added to `base` later is forgotten. Hooks
+    that the wrapped one's `at` and `each` give are wrapped, too.
     """
     own_fields = {f.name for f in fields(base)} if is_dataclass(base) else set[str]()
 
