@@ -252,7 +252,8 @@ class Negotiation(Peers):
             return
         self._ended |= ended and self.axis.passes.failed is None
         self.watcher.tell(wait or ended)  # before links close
-        if heard:
+        heard |= ended and len(self.own.axes) == 1 and self.global_ranks[self._rank] == self.watcher.store_caller.host
+        if heard:  # a store that this process holds ends with its world
             dead = {axis.global_ranks[peer] for axis in self.own.axes for peer in axis.peers.gone("dead")}
             self.watcher.wait_until_heard(dead)
 

@@ -222,7 +222,7 @@ def _made(cls: Any, items: dict[Any, Any]) -> Any:
 
 def holds_tensors(value: Any) -> bool:
     """Whether a tensor is found in `value`, its elements and attributes, or theirs."""
-    queue, seen = [[value]], set[int]()
+    queue, seen = [[value]], set()
     for node in queue:  # which grows meanwhile
         for part in _inside(node):
             if isinstance(part, torch.Tensor):

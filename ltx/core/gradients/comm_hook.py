@@ -163,12 +163,7 @@ def _of_field(field: str, name: str, inherited: Any) -> Any:
 
         return each
     if inherited is CommHook.at:
-
-        def at(self: Any, step: int) -> Any:
-            now = (held := getattr(self, field)).at(step)
-            return self if now is held else replace(self, **{field: now})
-
-        return at
+        return lambda self, step: replace(self, **{field: getattr(self, field).at(step)})
     if not callable(inherited):  # a property or a class variable
         return property(lambda self: getattr(getattr(self, field), name))
 

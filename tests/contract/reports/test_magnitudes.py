@@ -126,7 +126,7 @@ def test_one_bit_has_a_size_where_the_sum_of_a_block_overflows(block: int, ranks
 SIZES = (1, 8, 100, 511, 512, 513, 600)
 #: What of 1 to 600 numbers each hook says without an error: equal ones, or a single one among zeros.
 SINGLE = ("qsgd", "topk", "functions, fed back", "warm-up in halves")
-NEITHER = ("randomk", "randomk, unbiased", "randomk in eight bits", "a chain of three")
+NEITHER = ("randomk", "randomk, unbiased", "randomk in eight bits", "randomk in two phases", "a chain of three")
 EVERY: dict[str, CommHook] = {
     **{name: hook for name, hook in HOOKS.items() if name not in NEITHER},
     "onebit, blocks of 512": hooks.OneBit(),

@@ -232,7 +232,10 @@ def _run_both(script: str) -> tuple[list[tuple[int, str]], list[str]]:
 
 
 @pytest.mark.full(but=1)
-@pytest.mark.parametrize("case", some(SCRIPTS, "with", "one more step on a rank than on the other"))
+@pytest.mark.parametrize(
+    "case",
+    some(SCRIPTS, "init again, after the other has ended in good order", "one more step on a rank than on the other"),
+)
 def test_two_ranks(case: str) -> None:
     script, expected = SCRIPTS[case]
     ends, errors = _run_both(script)
