@@ -1,6 +1,6 @@
 """What each parameter costs besides its bytes: steps of a model of many tiny parameters, in microseconds a parameter.
 
-    python -m benchmarks.overhead [--parameters 1000] [--iterations 200]
+    python -m benchmarks.overhead [--parameters 1000] [--iterations 200] [--block 10]
     python -m benchmarks.overhead --device cuda [--parameters 100 1000 2000]
 
 The loss is one operation on all parameters, so nearly all of a step is what is done for each of them: by autograd and
@@ -143,7 +143,7 @@ def worker(arguments: argparse.Namespace) -> None:
     with ltx.init(backend=backend_on(arguments.device)) as world:
         host: dict[str, list[float]] = {}
         made = variants(arguments.parameters[0], arguments.device)
-        times = interleaved(made, arguments.iterations, host=host)
+        times = interleaved(made, arguments.iterations // arguments.block, block=arguments.block, host=host)
         if world.is_global_zero:
             print(json.dumps(times if arguments.device == "cpu" else host))
 
@@ -177,6 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=int, nargs="+", default=[1000])
     parser.add_argument("--iterations", type=int, default=200)
+    parser.add_argument("--block", type=int, default=1, help="so many in a row, as in a loop, between two barriers")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -189,7 +190,15 @@ def main() -> None:
     else:
         print("| parameters | | host, ms a step | to DDP's |\n|---|---|---:|---:|", flush=True)
     for count in arguments.parameters:
-        given = ["--parameters", str(count), "--iterations", str(arguments.iterations), "--device", arguments.device]
+        numbers = [
+            "--parameters",
+            str(count),
+            "--iterations",
+            str(arguments.iterations),
+            "--block",
+            str(arguments.block),
+        ]
+        given = [*numbers, "--device", arguments.device]
         ranks = 2 if arguments.device == "cpu" else 1
         times: dict[str, list[float]] = found_by_ranks(["-m", "benchmarks.overhead", *given], "loopback", ranks)
         lines = rows_of(times, count) if arguments.device == "cpu" else host_rows_of(times, count)

@@ -37,7 +37,7 @@ BUDGET = {
     "core/gradients": Size(2364, 9),
     "core/optim": Size(1325, 5),
     "core/ranks": Size(918, 5),
-    "core/training": Size(3613, 17),
+    "core/training": Size(3614, 17),
     "core/transforms": Size(3373, 12),
     "core/world": Size(619, 4),
     "hooks": Size(2587, 14),

@@ -59,16 +59,17 @@ class Resolved:
             return self
         if plan is not None and not plan.lasts(len(self.leaves)):
             return None
-        leaves, spec = self.leaves, self.spec
-        if prepared is None or params is not self.params or plan is not self.known.plan:
+        leaves, spec, straight = self.leaves, self.spec, self._is_straight(state, known)
+        if prepared is None or params is not self.params or plan is not self.known.plan or straight != self.straight:
             leaves, spec = tree.flatten(params)
             if not train.donate and any(map(is_, leaves, self.leaves)):  # somebody may hold those of the old state
                 return None
             if spec != self.spec or [*map(KIND, leaves)] != [*map(KIND, self.leaves)]:
                 return None
-            groups = [bucket.members for bucket in plan.buckets] if plan and train.overlap == "update" else []
+            by_bucket = plan if train.overlap == "update" and not straight else None
+            groups = [bucket.members for bucket in by_bucket.buckets] if by_bucket else []
             prepared = Prepared.of(train.optimizer, params, state.held_opt_state, groups) if train.donate else None
-        straight = prepared is not None and self._is_straight(state, known)
+        straight = straight and prepared is not None
         return replace(self, params=params, leaves=leaves, spec=spec, prepared=prepared, known=known, straight=straight)
 
     def _is_straight(self, state: TrainState, known: Known) -> bool:
@@ -76,7 +77,7 @@ class Resolved:
         train, plan, besides = self.train, known.plan, (state.frozen, state.held_buffers, self.train.step.precision)
         alone = not (any(x is not None for x in besides) or train.has_aux or train.checks_finite)
         of_pass = plan is not None and plan.one_sum and known.nodes is not None and not self.ahead
-        return alone and of_pass and train.overlap == "backward"
+        return alone and of_pass  # by overlap="update" too: there is one bucket
 
 
 def resolve(train: Any, params: Tree, leaves: list[torch.Tensor], spec: Any, info: StepInfo) -> Resolved:

@@ -27,7 +27,7 @@ class StraightStep(EagerStep):
             called = Called.now(self.train.step.fn, params, leaves, (params, *self.batch.args), self.batch.named)
         loss = called.output
         if plan is None or not called.is_loss(self.resolved.known.nodes):
-            self._called = called
+            self._called, self.prepared = called, None  # which knows leaves in another order than a bucket's
             return super().differentiate()
         name = f"step {self.state.step}"
         with self._calls.in_pass():

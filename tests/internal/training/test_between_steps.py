@@ -218,10 +218,11 @@ def test_a_step_after_a_change(name: str, world: int, ranks: Ranks) -> None:
                 torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("overlap", ["backward", "update"])
 @on_ranks(2, alone=True)
-def test_a_steady_step_asks_nothing_anew() -> None:
+def test_a_steady_step_asks_nothing_anew(overlap: str) -> None:
     module, counts = importlib.import_module("ltx.core.training.train_step"), []
-    train = ltx.train_step(ltx.data_parallel(loss), ADAMW)
+    train = ltx.train_step(ltx.data_parallel(loss), ADAMW, overlap=overlap)
     state = train.init({"w": torch.ones(5, 7), "v": torch.ones(7), "b": torch.zeros(())})
     for _ in range(3):
         with mock.patch.object(module, "resolve", wraps=module.resolve) as asked:
@@ -320,8 +321,8 @@ def called() -> tuple[list[Function], set[Function], set[Function]]:
     train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.AdamW, lr=1e-3))
     state, found = train.init(params), list[list[Function]]()
     ways: list[tuple[set[Function], set[Function]]] = []
-    for number in range(80):  # on a loaded machine most steps wait
-        calls: list[Function] = []
+    for number in range(160):  # ranks in turns: a wait makes calls, too, and a peer that nobody follows comes first
+        mine, calls = number % 2 == ltx.axis_index(), list[Function]()
         parameter, gradient = {*storages(state.held_params["p0"])}, set[int]()
 
         def note(frame: FrameType, event: str, result: Any, calls: list[Function] = calls) -> None:
@@ -336,14 +337,15 @@ def called() -> tuple[list[Function], set[Function], set[Function]]:
                 for way, its in zip(ways[-1], known, strict=True):
                     way.update({(code.co_filename, code.co_qualname)} if its.intersection(seen) else ())
 
-        ways.append((set(), set()))
-        sys.setprofile(follow if number >= 60 else note if number > 2 else None)
+        if mine:
+            ways.append((set(), set()))
+        sys.setprofile((follow if number >= 120 else note if number > 4 else None) if mine else None)
         try:
             state, _ = train(state, torch.ones(4))
         finally:
             sys.setprofile(None)
-        found += [calls] if 2 < number < 60 else []
-    # The fewest: a wait for the peer makes calls, too, and memory that a gradient has left may be another's.
+        found += [calls] if mine and 4 < number < 120 else []
+    # The fewest: memory that a gradient has left may be another's.
     of_parameter, of_gradient = (min(each, key=len) for each in zip(*ways[60:], strict=True))
     return min(found, key=len), of_parameter, of_gradient
 
