@@ -159,6 +159,11 @@ MUTANTS = (
         "tests/internal/training/test_between_steps.py",
     ),
     Mutant(
+        "steps: an update by bucket goes on with what a straight line has prepared -> parameters get others' moments",
+        At("StraightStep.differentiate", "self._called, self.prepared = called, None", "self._called = called"),
+        "tests/internal/training/test_between_steps.py",
+    ),
+    Mutant(
         "steps: in a straight line nobody looks for gradients that the step has taken itself -> "
         "those of a small model's later calls count twice",
         At("DataParallel._called", "calls.refuse_backward(leaves)", "pass"),
