@@ -190,15 +190,8 @@ def main() -> None:
     else:
         print("| parameters | | host, ms a step | to DDP's |\n|---|---|---:|---:|", flush=True)
     for count in arguments.parameters:
-        numbers = [
-            "--parameters",
-            str(count),
-            "--iterations",
-            str(arguments.iterations),
-            "--block",
-            str(arguments.block),
-        ]
-        given = [*numbers, "--device", arguments.device]
+        options = {"parameters": count} | {name: getattr(arguments, name) for name in ("iterations", "block", "device")}
+        given = [f"--{name}={value}" for name, value in options.items()]
         ranks = 2 if arguments.device == "cpu" else 1
         times: dict[str, list[float]] = found_by_ranks(["-m", "benchmarks.overhead", *given], "loopback", ranks)
         lines = rows_of(times, count) if arguments.device == "cpu" else host_rows_of(times, count)

@@ -41,7 +41,7 @@ from ltx.peers.patient_store import ENDING_S, YIELD_S, StoreCaller
 _PAUSE_S, _LINGER_S = 0.5, 3.0  # between looks of a waiting thread; for the first to find a deadlock until others know
 _FIRST_TICK_S, _LAST_TICK_S = 0.1, 1.0  # between looks at the counter, in a new wait and in a long one
 _LEASE_S = 1.0  # a thread that hasn't called check() for this long doesn't wait any more
-_HEARD_S = 2.0  # how long a rank that leaves by an exception waits until its peers know
+_HEARD_S = 2.0  # how long a rank that leaves by an exception, or takes the store with it, waits until its peers know
 _PAST = 16  # a record keeps this many axes that have ended
 
 
